@@ -1,0 +1,29 @@
+"""samebits: diffusion transformers that run faster and give the same bits.
+
+The public names are resolved lazily: importing this package touches neither CUDA nor a compiler.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samebits.apply import Handle, apply
+    from samebits.environment import fingerprint
+
+__version__ = "0.1.0"
+
+_HOME = {"apply": "samebits.apply", "Handle": "samebits.apply", "fingerprint": "samebits.environment"}
+
+__all__ = ["Handle", "__version__", "apply", "fingerprint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'samebits' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

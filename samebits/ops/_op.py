@@ -1,0 +1,82 @@
+"""The record that every op is: one fused chain, its eager reference and what it takes.
+
+Tests, the gate, the proof, the benchmarks and the documentation tables read this record; none of them
+knows an op by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+Args = tuple[Any, ...]
+"""The positional arguments of one call: tensors, ``None``, ints, floats and strings."""
+
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+"""What a chain returns: one tensor or a tuple of tensors."""
+
+
+class Launcher(Protocol):
+    """A kernel made ready for one signature: everything but the pointers is already decided."""
+
+    def __call__(self, *args: Any, out: tuple[torch.Tensor, ...] | None = None) -> Outputs:
+        """Run the kernel on ``args`` and return its outputs.
+
+        ``args`` must have the signature that the launcher was prepared for. With ``out`` the given
+        tensors are filled instead of fresh ones: the gate hands in poisoned memory, the tests canaries.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input of an op, from which tests, proofs and benchmarks are made."""
+
+    name: str
+    """What a table prints, for example ``4096x3072``."""
+    dtype: torch.dtype
+    rows: int
+    """How many rows the reduction of this case has, counted over all inputs."""
+    build: Callable[[torch.device, int], Args]
+    """``build(device, seed)`` returns fresh arguments; the same seed gives the same values."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One fused chain: the eager reference, the kernel, what it does not take, its cases."""
+
+    name: str
+    reference: Callable[..., Outputs]
+    """The eager chain, spelled as diffusers spells it. It is the definition of right."""
+    unsupported: Callable[..., str | None]
+    """A sentence that says why these arguments never reach the kernel, or ``None``.
+
+    Pure, and decided by the signature alone: dtypes, shapes, strides, alignment, scalars.
+    """
+    prepare: Callable[..., Launcher]
+    """Compiles (or finds) the kernel for the signature of these arguments and plans its launch."""
+    allocate: Callable[..., tuple[torch.Tensor, ...]]
+    """Uninitialised outputs for these arguments, always as a tuple."""
+    bytes_moved: Callable[..., int]
+    """The fewest bytes one call must read and write: every input once, every output once."""
+    cases: tuple[Case, ...]
+    sources: tuple[Path, ...]
+    """The files whose text decides the kernel's bits: the ``.cu``, what it includes, the ``.py``."""
+    contract: str = "exact"
+    headline: tuple[str, ...] = field(default=())
+    """Names of the cases that the benchmark times; empty means all of them."""
+
+    @cached_property
+    def source_hash(self) -> str:
+        """SHA-256 over the sources, shortened to 16 hexadecimal digits. A changed kernel has another one."""
+        digest = hashlib.sha256()
+        for path in self.sources:
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
