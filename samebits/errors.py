@@ -141,3 +141,12 @@ class KernelFailed(SamebitsError):
         self, message: str | None = None, *, op: str = "", site: str = "", signature: str = "", cause: str = ""
     ) -> None:
         super().__init__(message, op=op, site=site, signature=signature, cause=cause)
+
+
+class EvidenceError(SamebitsError, ValueError):
+    """An evidence file, or a row about to be written into one, is not what its kind must be."""
+
+    template = "evidence {kind}, {where}: {problem}. Files under evidence/ are written by scripts/gpu, never by hand."
+
+    def __init__(self, message: str | None = None, *, kind: str = "", where: str = "", problem: str = "") -> None:
+        super().__init__(message, kind=kind, where=where, problem=problem)
