@@ -1,0 +1,82 @@
+"""The settings of a process: one frozen record, and the only code that reads ``SAMEBITS_*`` variables.
+
+Few on purpose. What a program wants to decide goes through the arguments of :func:`samebits.apply`; a
+variable exists only for what must be decided from outside the program.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from samebits.errors import SettingsError
+
+_ON = frozenset({"1", "true", "yes", "on"})
+_OFF = frozenset({"", "0", "false", "no", "off"})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment of this process says.
+
+    Attributes
+    ----------
+    disabled : bool
+        ``SAMEBITS_DISABLE``: the kill switch. Every site runs its reference, nothing is compiled.
+    cache_dir : Path
+        ``SAMEBITS_CACHE_DIR``: where compiled kernels and certificates are kept. Absolute; it need not exist.
+        By default the user's cache folder, or one under the temporary folder where the user has no home.
+    """
+
+    disabled: bool
+    cache_dir: Path
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
+        """Read the settings from ``environ``.
+
+        Raises
+        ------
+        SettingsError
+            A variable holds a value that means nothing. A misspelt kill switch must not count as off.
+        """
+        return cls(
+            disabled=_flag(environ, "SAMEBITS_DISABLE"),
+            cache_dir=_cache_dir(environ.get("SAMEBITS_CACHE_DIR", "")),
+        )
+
+
+def settings() -> Settings:
+    """Return the settings of this process as they are now.
+
+    Nothing is kept between calls: reading two variables costs microseconds, and a kept answer would be
+    wrong in tests and in programs that set the variable after the import.
+    """
+    return Settings.from_environ(os.environ)
+
+
+def _flag(environ: Mapping[str, str], variable: str) -> bool:
+    value = environ.get(variable, "")
+    word = value.strip().lower()
+    if word in _ON:
+        return True
+    if word in _OFF:
+        return False
+    raise SettingsError(variable=variable, value=value, expected="1 or 0 (also true/false, yes/no, on/off)")
+
+
+def _cache_dir(value: str) -> Path:
+    if value:
+        return Path(value).expanduser().absolute()
+    path = Path(platformdirs.user_cache_dir("samebits", appauthor=False))
+    if path.is_absolute():
+        return path
+    # Without HOME and without an entry in the user database there is no home: a "~" stays in the path, and
+    # a relative cache would follow the working directory around.
+    owner = os.getuid() if hasattr(os, "getuid") else "user"
+    return Path(tempfile.gettempdir()) / f"samebits-{owner}"
