@@ -150,3 +150,27 @@ class EvidenceError(SamebitsError, ValueError):
 
     def __init__(self, message: str | None = None, *, kind: str = "", where: str = "", problem: str = "") -> None:
         super().__init__(message, kind=kind, where=where, problem=problem)
+
+
+class UnsupportedModelError(SamebitsError, ValueError):
+    """There is no denoiser of a known family in what was given to ``apply``."""
+
+    template = (
+        "there is nothing in a {got} that samebits can stand for: expected a diffusers pipeline whose denoiser is one "
+        "of {families}, or such a denoiser itself."
+    )
+
+    def __init__(self, message: str | None = None, *, got: str = "", families: str = "") -> None:
+        super().__init__(message, got=got, families=families)
+
+
+class AlreadyAppliedError(SamebitsError, RuntimeError):
+    """A part of a model is applied already, and not in the way that was asked for now."""
+
+    template = (
+        "a part of this is applied already ({options}), with other options or together with other models. "
+        "Call remove() on the handle of that apply first."
+    )
+
+    def __init__(self, message: str | None = None, *, options: str = "") -> None:
+        super().__init__(message, options=options)
