@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from samebits.bits import integer_view
+
 # NaN patterns with a payload that no arithmetic produces: an element that a kernel forgot keeps its payload and
 # cannot be mistaken for a NaN that eager computed.
 _POISON = {
@@ -74,15 +75,6 @@ def refill(args: Sequence[Any], seed: int, amplitude: float, which: int = 2) -> 
         tensor.normal_(0.0, amplitude, generator=generator)
 
 
-def integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bits as integers of the same width; same shape. Complex tensors as pairs."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.dtype == torch.bool or not (tensor.is_floating_point()):
-        return tensor
-    return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
-
-
 def unchanged(args: Iterable[Any], pristine: Iterable[Any]) -> bool:
     """Whether the storages behind ``args`` still hold, byte for byte, what ``pristine`` (a ``clone_args``) holds.
 
@@ -96,6 +88,6 @@ def poison(tensors: Iterable[torch.Tensor]) -> None:
     """Fill tensors with a NaN pattern that no arithmetic produces (integers with a large odd value)."""
     for tensor in tensors:
         if tensor.is_floating_point():
-            integers(tensor).fill_(_POISON[tensor.dtype])
+            integer_view(tensor).fill_(_POISON[tensor.dtype])
         else:
             tensor.fill_(0x5A)

@@ -6,14 +6,18 @@ shapes, no stacks: they slow the host down and are not needed for a count.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 CLASSES = ("gemm", "attention", "ours", "copies", "other")
 _GEMM = ("gemm", "cutlass", "nvjet", "xmma", "cublas", "gemv")
 _ATTENTION = ("flash", "fmha", "sdpa", "cudnn_generated")
+# extern "C" __global__ void [__launch_bounds__(...)] name(
+_KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^\n]*?\)\s+)?(\w+)\s*\(')
 
 
 def class_of(kernel: str, ours: Iterable[str] = ()) -> str:
@@ -99,3 +103,12 @@ def device_events(events: Iterable[Any]) -> list[tuple[str, float]]:
         for event in events
         if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
     ]
+
+
+def kernels_in(sources: Iterable[Path]) -> tuple[str, ...]:
+    """Names of the ``extern "C"`` kernels that CUDA sources define."""
+    names: list[str] = []
+    for path in sources:
+        if path.suffix == ".cu":
+            names.extend(_KERNEL.findall(path.read_text(encoding="utf-8")))
+    return tuple(dict.fromkeys(names))
