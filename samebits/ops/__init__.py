@@ -1,0 +1,25 @@
+"""The ops: one pair of files each, a reference in eager and a kernel that gives its bits."""
+
+from __future__ import annotations
+
+from samebits.ops import layer_norm_modulate, qk_norm, rms_norm_scale
+from samebits.ops._op import Args, Case, Launcher, Op, Outputs
+
+OPS: tuple[Op, ...] = (layer_norm_modulate.OP, qk_norm.OP, rms_norm_scale.OP)
+
+
+def by_name(name: str) -> Op:
+    """Return the op called ``name``.
+
+    Raises
+    ------
+    KeyError
+        Where there is none; the message names those there are.
+    """
+    for op in OPS:
+        if op.name == name:
+            return op
+    raise KeyError(f"no op is called {name!r}; there are {', '.join(op.name for op in OPS)}")
+
+
+__all__ = ["OPS", "Args", "Case", "Launcher", "Op", "Outputs", "by_name"]

@@ -22,6 +22,10 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 """What a chain returns: one tensor or a tuple of tensors."""
 
 
+Variant = tuple[str, dict[str, int | str], bool]
+"""A kernel as the tests compile it: its name, its constants, and whether its arithmetic owes an FMA."""
+
+
 class Launcher(Protocol):
     """A kernel made ready for one signature: everything but the pointers is already decided."""
 

@@ -1,0 +1,133 @@
+// Device functions that reproduce ATen's arithmetic, one rounding at a time.
+//
+// Every function here stands for something eager PyTorch computes on the GPU: a cast, a product in its own kernel, a
+// step of Welford's recurrence, a fold of a reduction tree. Sums and products are spelled with the `_rn` intrinsics,
+// which the compiler may neither contract nor reorder; an FMA appears only where ATen's own machine code has one.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Elements: fp32, fp16 and bf16, alone and in pairs.
+//
+// Eager widens a half-precision element to fp32, computes, and rounds once (to nearest even). Packed arithmetic on
+// pairs gives the same bits with half the instructions: a product of two halves is exact in fp32, and a sum rounded
+// first to fp32 and then to half equals the sum rounded once, since fp32 carries at least 2p + 2 bits (p = 11 or 8).
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <class E> struct PairOf;
+template <> struct PairOf<float> { using type = float2; };
+template <> struct PairOf<__half> { using type = __half2; };
+template <> struct PairOf<__nv_bfloat16> { using type = __nv_bfloat162; };
+template <class E> using Pair = typename PairOf<E>::type;
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+__device__ __forceinline__ float2 widen(float2 p) { return p; }
+__device__ __forceinline__ float2 widen(__half2 p) { return __half22float2(p); }
+__device__ __forceinline__ float2 widen(__nv_bfloat162 p) { return __bfloat1622float2(p); }
+
+// One rounding from fp32 to the element type: ATen's cast.
+template <class E> __device__ __forceinline__ E round_to(float x);
+template <> __device__ __forceinline__ float round_to<float>(float x) { return x; }
+template <> __device__ __forceinline__ __half round_to<__half>(float x) { return __float2half_rn(x); }
+template <> __device__ __forceinline__ __nv_bfloat16 round_to<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+template <class E> __device__ __forceinline__ Pair<E> round_pair(float lo, float hi);
+template <> __device__ __forceinline__ float2 round_pair<float>(float lo, float hi) { return make_float2(lo, hi); }
+template <> __device__ __forceinline__ __half2 round_pair<__half>(float lo, float hi) { return __floats2half2_rn(lo, hi); }
+template <> __device__ __forceinline__ __nv_bfloat162 round_pair<__nv_bfloat16>(float lo, float hi) { return __floats2bfloat162_rn(lo, hi); }
+
+// ATen's elementwise `a * b` and `a + b` on tensors: fp32 inside, one rounding to the element type.
+__device__ __forceinline__ float2 product(float2 a, float2 b) { return make_float2(__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y)); }
+__device__ __forceinline__ __half2 product(__half2 a, __half2 b) { return __hmul2_rn(a, b); }
+__device__ __forceinline__ __nv_bfloat162 product(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmul2_rn(a, b); }
+
+__device__ __forceinline__ float2 sum(float2 a, float2 b) { return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y)); }
+__device__ __forceinline__ __half2 sum(__half2 a, __half2 b) { return __hadd2_rn(a, b); }
+__device__ __forceinline__ __nv_bfloat162 sum(__nv_bfloat162 a, __nv_bfloat162 b) { return __hadd2_rn(a, b); }
+
+// ATen's `1 + a`: the scalar joins in fp32, one rounding.
+template <class E> __device__ __forceinline__ Pair<E> one_plus(Pair<E> a) { return sum(round_pair<E>(1.0f, 1.0f), a); }
+
+// N consecutive elements, loaded or stored with one instruction of N * sizeof(E) bytes (at most 16).
+template <class E, int N> struct alignas(sizeof(E) * N) Vector {
+  Pair<E> pair[N / 2];
+};
+
+template <class E, int N> __device__ __forceinline__ Vector<E, N> load(const E* p) { return *reinterpret_cast<const Vector<E, N>*>(p); }
+template <class E, int N> __device__ __forceinline__ void store(E* p, const Vector<E, N>& v) { *reinterpret_cast<Vector<E, N>*>(p) = v; }
+
+// Makes the compiler forget what it derived from a packed vector. Without it the fp32 values of the first pass over a row
+// stay alive until the second, which costs twice the registers of the packed row. No instruction is emitted.
+template <class E, int N> __device__ __forceinline__ void forget_widened(Vector<E, N>& v) {
+#ifdef __CUDA_ARCH__
+  if (sizeof(Pair<E>) == 4) {
+#pragma unroll
+    for (int k = 0; k < N / 2; k++) asm volatile("" : "+r"(*reinterpret_cast<unsigned*>(&v.pair[k])));
+  }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Welford's recurrence as ATen's LayerNorm runs it (vectorized_layer_norm_kernel).
+// ---------------------------------------------------------------------------------------------------------------------
+
+struct Welford {
+  float mean;
+  float m2;  // the sum of squared distances from the mean
+};
+
+// One more value; `reciprocal` is 1 / (count including it), correctly rounded. Both updates are FMAs in ATen's code.
+__device__ __forceinline__ void welford_push(Welford& w, float x, float reciprocal) {
+  const float delta = __fsub_rn(x, w.mean);
+  const float mean = __fmaf_rn(delta, reciprocal, w.mean);
+  w.m2 = __fmaf_rn(delta, __fsub_rn(x, mean), w.m2);
+  w.mean = mean;
+}
+
+// Two partial results become one. `lower` is the thread that keeps the result, `upper` the one it takes in; the
+// formula is not symmetric in them. Counts are whole numbers in fp32, as in ATen.
+__device__ __forceinline__ Welford welford_combine(Welford lower, Welford upper, float n_lower, float n_upper) {
+  const float n = __fadd_rn(n_lower, n_upper);
+  if (n == 0.0f) return Welford{0.0f, 0.0f};
+  const float reciprocal = 1.0f / n;  // correctly rounded division; a constant where the counts are constants
+  const float weight_upper = __fmul_rn(n_upper, reciprocal);
+  const float weight_lower = __fmul_rn(n_lower, reciprocal);
+  const float delta = __fsub_rn(lower.mean, upper.mean);
+  const float spread = __fmul_rn(__fmul_rn(delta, delta), n_upper);
+  return Welford{__fmaf_rn(weight_upper, upper.mean, __fmul_rn(weight_lower, lower.mean)),
+                 __fmaf_rn(weight_lower, spread, __fadd_rn(upper.m2, lower.m2))};
+}
+
+__device__ __forceinline__ Welford shuffle_down(Welford w, int offset, int width = 32) {
+  return Welford{__shfl_down_sync(ALL_LANES, w.mean, offset, width), __shfl_down_sync(ALL_LANES, w.m2, offset, width)};
+}
+
+// `rsqrt(variance + eps)`: two eager kernels, two roundings.
+__device__ __forceinline__ float reciprocal_deviation(float variance, float eps) { return rsqrtf(__fadd_rn(variance, eps)); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sums as ATen's reduce_kernel folds them.
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Fold over `width` neighbouring lanes by halves: offsets width/2, ..., 2, 1. ATen shuffles down and keeps lane 0;
+// since a + b = b + a in every bit, the butterfly leaves lane 0's sum in every lane.
+__device__ __forceinline__ float fold_lanes(float a, int width) {
+  for (int offset = width / 2; offset > 0; offset /= 2) a = __fadd_rn(a, __shfl_xor_sync(ALL_LANES, a, offset));
+  return a;
+}
+
+// A thread's own accumulators, in order: ((a0 + a1) + a2) + ...
+template <int N> __device__ __forceinline__ float fold_accumulators(const float (&a)[N]) {
+  float total = a[0];
+#pragma unroll
+  for (int i = 1; i < N; i++) total = __fadd_rn(total, a[i]);
+  return total;
+}
