@@ -1,0 +1,202 @@
+"""Tables of what was measured where, written into the README and the op pages from ``evidence/``.
+
+``python -m samebits.bench.tables`` rewrites every block of Markdown between ``<!-- measured: NAME -->`` and
+``<!-- /measured -->``; with ``--check`` it only says which are out of date. Nobody types a figure into them. A
+figure that was measured with another source than the present one is not shown: a changed kernel voids its claim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from samebits.bench import evidence
+from samebits.bench.evidence import Record, Row
+from samebits.ops import OPS, Op
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"(<!-- measured: (?P<name>\w+) -->\n).*?(<!-- /measured -->)", re.DOTALL)
+
+README_HEADS = ("what", "where", "bits", "eager", "samebits", "faster", "of copy bandwidth")
+OP_HEADS = ("case", "dtype", "bits", "rows compared", "eager us", "fused us", "faster", "of copy bandwidth")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one folder below ``evidence/`` says."""
+
+    folder: str
+    records: Mapping[str, Record]
+
+    @property
+    def name(self) -> str:
+        """The GPU and the torch release, for the column ``where``."""
+        environment = next(iter(self.records.values())).environment
+        gpu = (environment.get("gpu") or {}).get("name", self.folder)
+        torch = environment.get("torch")
+        version = torch.get("version") if isinstance(torch, Mapping) else torch
+        return f"{gpu}, torch {version}"
+
+
+def machines(folder: Path) -> list[Machine]:
+    """Every machine that left evidence, by the name of its folder.
+
+    Raises
+    ------
+    EvidenceError
+        A file there is not what the tool writes.
+    """
+    found = []
+    for path in sorted(folder.glob("*/")):
+        records = {file.stem: evidence.read(file) for file in sorted(path.glob("*.json"))}
+        if records:
+            found.append(Machine(path.name, records))
+    return found
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+
+
+def _time(value: float | None, unit: str) -> str:
+    return "" if value is None else f"{value:,.1f}{unit}"
+
+
+def _ratio(eager: float | None, ours: float | None) -> str:
+    return f"{eager / ours:.2f}x" if eager and ours else ""
+
+
+def _share(row: Row) -> str:
+    return "" if row["copy_share"] is None else f"{row['copy_share']:.0%}"
+
+
+def _summary(op: Op, rows: Sequence[Row], where: str) -> list[str]:
+    equal = [row for row in rows if row["bits_equal"]]
+    compared = sum(row["rows_compared"] for row in equal)
+    told = f"equal in {len(equal)} of {len(rows)} cases, {compared:,} rows"
+    return [f"`{op.name}`, all cases", where, told, "", "", "", ""]
+
+
+def _denoiser(row: Row, where: str) -> list[str]:
+    told = f"output {'equal' if row['output_equal'] else 'DIFFERENT'}"
+    told += f", blocks {row['blocks_equal']}, sampler steps {row['steps_equal']}"
+    eager, ours = (
+        ", ".join(filter(None, (_time(row[f"ms_{who}"], " ms"), f"{row[f'launches_{who}']:,} launches")))
+        for who in ("eager", "ours")
+    )
+    return [f"{row['model']}, one forward", where, told, eager, ours, _ratio(row["ms_eager"], row["ms_ours"]), ""]
+
+
+def readme_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
+    """The one table of the README: each op in bf16 where it was timed, each op in all cases, each denoiser."""
+    lines: list[list[str]] = []
+    for op in ops:
+        before = len(lines)
+        for machine in found:
+            rows = _rows_of(machine, op)
+            for row in rows:
+                if row["us_fused"] is None or row["dtype"] != "bfloat16":
+                    continue
+                eager, fused = row["us_eager"], row["us_fused"]
+                told = f"equal, {row['rows_compared']:,} rows"
+                times = [_time(eager, " us"), _time(fused, " us"), _ratio(eager, fused), _share(row)]
+                lines.append([f"`{op.name}` {row['case']} bf16", machine.name, told, *times])
+            if rows:
+                lines.append(_summary(op, rows, machine.name))
+        if len(lines) == before:
+            lines.append([f"`{op.name}`", "", "not yet measured with this source", "", "", "", ""])
+    denoisers = [
+        _denoiser(row, machine.name)
+        for machine in found
+        if "denoisers" in machine.records and not evidence.stale(machine.records["denoisers"], ops)
+        for row in machine.records["denoisers"].rows
+    ]
+    nothing = [["whole denoisers, one forward", "", "not yet measured with this source", "", "", "", ""]]
+    return markdown(README_HEADS, lines + (denoisers or nothing))
+
+
+def _rows_of(machine: Machine, op: Op) -> list[Row]:
+    record = machine.records.get("ops")
+    if record is None or evidence.stale(record, [op]):
+        return []
+    return [row for row in record.rows if row["op"] == op.name]
+
+
+def op_table(found: Sequence[Machine], op: Op) -> str:
+    """The measured section of one op's page: every case on every machine, and the command that measured it."""
+    parts = []
+    for machine in found:
+        rows = _rows_of(machine, op)
+        if not rows:
+            continue
+        lines = [
+            [
+                row["case"],
+                row["dtype"],
+                "equal" if row["bits_equal"] else f"DIFFERENT ({row.get('error', 'no word why')})",
+                f"{row['rows_compared']:,}",
+                _time(row["us_eager"], ""),
+                _time(row["us_fused"], ""),
+                _ratio(row["us_eager"], row["us_fused"]),
+                _share(row),
+            ]
+            for row in rows
+        ]
+        record = machine.records["ops"]
+        parts.append(f"{machine.name}, by `{record.command}`:\n\n{markdown(OP_HEADS, lines)}")
+    return "\n".join(parts) or "Not yet measured with this source.\n"
+
+
+def render(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """``text`` with every measured block written anew.
+
+    Raises
+    ------
+    KeyError
+        A block has a name that no table has.
+    """
+    return BLOCK.sub(lambda m: f"{m[1]}\n{tables[m['name']]()}\n{m[3]}", text)
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """The files that hold measured blocks."""
+    return [root / "README.md", *sorted((root / "docs" / "ops").glob("*.md"))]
+
+
+def update(root: Path = ROOT, ops: Sequence[Op] = OPS, *, write: bool = True) -> list[Path]:
+    """Bring every measured block below ``root`` up to date; returns the files that were not."""
+    found = machines(root / "evidence")
+    tables: dict[str, Callable[[], str]] = {"readme": partial(readme_table, found, ops)}
+    for op in ops:
+        tables[op.name] = partial(op_table, found, op)
+    outdated = []
+    for page in pages(root):
+        text = page.read_text(encoding="utf-8")
+        fresh = render(text, tables)
+        if fresh != text:
+            outdated.append(page)
+            if write:
+                page.write_text(fresh, encoding="utf-8")
+    return outdated
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of ``python -m samebits.bench.tables``; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m samebits.bench.tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a table is out of date")
+    options = parser.parse_args(arguments)
+    outdated = update(ROOT, write=not options.check)
+    for page in outdated:
+        print(f"{page.relative_to(ROOT)}: {'out of date' if options.check else 'written'}")
+    return 1 if options.check and outdated else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
