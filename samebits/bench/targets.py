@@ -142,7 +142,8 @@ def _figure(value: float | None, form: str) -> str:
 
 def ops_table(rows: Iterable[Row]) -> str:
     """One line per row of ``ops.json``; what differs or failed is told below the table."""
-    lines, told = [], []
+    lines: list[tuple[str, ...]] = []
+    told: list[str] = []
     for row in rows:
         eager, fused = row["us_eager"], row["us_fused"]
         lines.append(
@@ -160,4 +161,29 @@ def ops_table(rows: Iterable[Row]) -> str:
         if row.get("error"):
             told.append(f"{row['op']} {row['case']}: {row['error']}")
     heads = ("op and case", "dtype", "eager us", "fused us", "faster", "of copy", "bits", "rows compared")
+    return "\n".join([table(heads, lines), *told])
+
+
+def denoisers_table(rows: Iterable[Row]) -> str:
+    """One line per row of ``denoisers.json``; what failed is told below the table."""
+    lines: list[tuple[str, ...]] = []
+    told: list[str] = []
+    for row in rows:
+        before, after = row["ms_eager"], row["ms_ours"]
+        lines.append(
+            (
+                row["model"],
+                row["blocks_equal"],
+                "equal" if row["output_equal"] else "VOID" if row.get("void") else "DIFFERENT",
+                row["steps_equal"],
+                f"{row['launches_eager']} -> {row['launches_ours']}",
+                f"{row.get('fused_calls', 0)} / {row.get('eager_calls', 0)}",
+                _figure(before, "{:.1f}"),
+                _figure(after, "{:.1f}"),
+            )
+        )
+        told.extend(f"{row['model']}: {reason} ({count} calls)" for reason, count in row.get("reasons", {}).items())
+        if row.get("error"):
+            told.append(f"{row['model']}: {row['error']}")
+    heads = ("model", "blocks", "output", "steps", "launches", "calls fused / eager", "eager ms", "ours ms")
     return "\n".join([table(heads, lines), *told])

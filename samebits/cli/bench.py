@@ -1,0 +1,127 @@
+"""``samebits bench``: measure the ops and whole denoisers on this machine's GPU and write the evidence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+_OUT = click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the records. Default: evidence/<name of the GPU> of this checkout.",
+)
+_COMMIT = click.option("--commit", help="The commit this source was copied from, where there is no git history.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON instead of tables.")
+
+
+@click.group()
+def bench() -> None:
+    """Measure on an NVIDIA GPU: bits first, and a time only where they are equal.
+
+    Exit code 0: all bits equal. 1: some differ, or a case failed. 2: usage, or no GPU.
+    """
+
+
+@bench.command()
+@_OUT
+@click.option("--op", "names", multiple=True, help="Only this op; can be given several times.")
+@click.option("--sweeps/--no-sweeps", default=True, help="Millions of rows over amplitudes from 0.005 to 200.")
+@click.option("--jobs", type=click.IntRange(0), help="Processes that compile ahead; 0 compiles as it goes.")
+@_COMMIT
+@_JSON
+def ops(
+    out: Path | None, names: tuple[str, ...], sweeps: bool, jobs: int | None, commit: str | None, as_json: bool
+) -> None:
+    """Every case of every op against eager: ops.json and host.json."""
+    measured, environment, folder = _bench(out)
+    from samebits.bench import ops as run
+    from samebits.bench import targets, warm
+    from samebits.ops import OPS, by_name
+
+    try:
+        chosen = [by_name(name) for name in names] or list(OPS)
+    except KeyError as error:
+        raise click.UsageError(str(error.args[0])) from error
+    jobs = warm.default_jobs() if jobs is None else jobs
+    if jobs:
+        for told in warm.warm(chosen, jobs):
+            click.echo(told, err=True)
+    command = " ".join(
+        ["samebits bench ops", *(f"--op {name}" for name in names), *([] if sweeps else ["--no-sweeps"])]
+    )
+    rows, host = run.record(
+        folder, measured, chosen, command=command, environment=environment, commit=commit, sweeps=sweeps
+    )
+    if as_json:
+        click.echo(json.dumps({"ops": rows, "host": host}, indent=2))
+    else:
+        wanted = []
+        if "layer_norm_modulate" in [op.name for op in chosen]:
+            wanted += targets.modulate_targets(rows)
+        if "qk_norm" in [op.name for op in chosen] and sweeps:
+            wanted += targets.qk_targets(rows)
+        wanted += targets.host_targets(host)
+        click.echo(f"\n{targets.ops_table(row for row in rows if _belongs_on_screen(row))}")
+        click.echo(f"\n{_summary(rows)}\n\n{targets.targets_table(wanted)}\n\nwritten: {folder}")
+    _exit(all(row["bits_equal"] and not row.get("error") for row in (*rows, *host)))
+
+
+@bench.command()
+@_OUT
+@click.option("--model", "names", multiple=True, help="Only this model: z-image or qwen-image. Default: both.")
+@_COMMIT
+@_JSON
+def denoisers(out: Path | None, names: tuple[str, ...], commit: str | None, as_json: bool) -> None:
+    """Whole denoisers at real size with random weights: denoisers.json."""
+    measured, environment, folder = _bench(out)
+    from samebits.bench import denoisers as run
+    from samebits.bench import evidence, targets
+    from samebits.ops import OPS
+
+    unknown = [name for name in names if name not in run.BUILDERS]
+    if unknown:
+        raise click.UsageError(f"no model is called {unknown[0]!r}; there are {', '.join(run.BUILDERS)}")
+    command = " ".join(["samebits bench denoisers", *(f"--model {name}" for name in names)])
+    rows = run.record(
+        folder, measured, OPS, names or tuple(run.BUILDERS), command=command, environment=environment, commit=commit
+    )
+    if as_json:
+        click.echo(json.dumps({"denoisers": rows}, indent=2))
+    else:
+        click.echo(f"\n{targets.denoisers_table(rows)}\n\n{targets.targets_table(targets.denoiser_targets(rows))}")
+        click.echo(f"\nwritten: {folder}")
+    _exit(all(evidence.DENOISERS.bits_equal(row) and not row.get("error") for row in rows))
+
+
+def _bench(out: Path | None) -> tuple[Any, dict[str, Any], Path]:
+    """The GPU to measure on, the fingerprint, and the folder for the records."""
+    import torch
+
+    from samebits.bench import evidence
+    from samebits.bench.ops import Bench
+    from samebits.environment import fingerprint
+
+    if not torch.cuda.is_available():
+        raise click.UsageError("bench needs an NVIDIA GPU and torch sees none; nothing measured elsewhere would count.")
+    device = torch.device("cuda", torch.cuda.current_device())
+    name = evidence.folder_name(torch.cuda.get_device_name(device))
+    folder = out if out is not None else evidence.PACKAGE.parent / "evidence" / name
+    return Bench.on(device, lambda text: click.echo(text, err=True)), fingerprint(), folder
+
+
+def _belongs_on_screen(row: dict[str, Any]) -> bool:
+    """Timed rows, sweeps, and everything that is not right; the rest is counted in the summary."""
+    return row["us_fused"] is not None or "amplitudes" in row["case"] or not row["bits_equal"] or "error" in row
+
+
+def _summary(rows: list[dict[str, Any]]) -> str:
+    equal = [row for row in rows if row["bits_equal"]]
+    compared = sum(row["rows_compared"] for row in rows)
+    return f"bits equal in {len(equal)} of {len(rows)} cases and sweeps, {compared:,} rows compared"
+
+
+def _exit(good: bool) -> None:
+    click.get_current_context().exit(0 if good else 1)
