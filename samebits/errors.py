@@ -95,9 +95,7 @@ class LaunchError(SamebitsError):
 
     template = "kernel {kernel} could not be launched: {cause}."
 
-    def __init__(
-        self, message: str | None = None, *, kernel: str = "", cause: str = "", sticky: bool = False
-    ) -> None:
+    def __init__(self, message: str | None = None, *, kernel: str = "", cause: str = "", sticky: bool = False) -> None:
         super().__init__(message, kernel=kernel, cause=cause, sticky=sticky)
         self.sticky = sticky
 
@@ -174,3 +172,39 @@ class AlreadyAppliedError(SamebitsError, RuntimeError):
 
     def __init__(self, message: str | None = None, *, options: str = "") -> None:
         super().__init__(message, options=options)
+
+
+class CheckpointError(SamebitsError, ValueError):
+    """A model folder on disk is broken: a file is missing, cut off, or says what cannot be."""
+
+    template = "{path}: {problem}"
+
+    def __init__(self, message: str | None = None, *, path: str = "", problem: str = "") -> None:
+        super().__init__(message, path=path, problem=problem)
+
+
+class ModelError(SamebitsError, ValueError):
+    """A name that stands for no model, or for one that samebits cannot paint with."""
+
+    template = "{model}: {problem}"
+
+    def __init__(self, message: str | None = None, *, model: str = "", problem: str = "") -> None:
+        super().__init__(message, model=model, problem=problem)
+
+
+class DeviceError(SamebitsError, ValueError):
+    """A device that does not exist here, or cannot do what was asked of it."""
+
+    template = "device {device}: {problem}"
+
+    def __init__(self, message: str | None = None, *, device: str = "", problem: str = "") -> None:
+        super().__init__(message, device=device, problem=problem)
+
+
+class SizeError(SamebitsError, ValueError):
+    """A picture size that the model cannot paint."""
+
+    template = "size {width}x{height}: {problem}"
+
+    def __init__(self, message: str | None = None, *, width: int = 0, height: int = 0, problem: str = "") -> None:
+        super().__init__(message, width=width, height=height, problem=problem)
