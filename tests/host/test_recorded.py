@@ -1,0 +1,158 @@
+"""Results of a real GPU, recorded in a file, against the emulator and against the kernels' own source on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import aten_chains
+import numpy as np
+import pytest
+import torch
+from binary32 import BITS, F32
+from recording import FILE, RecordedCase, Recording, RsqrtTable, load, same_bits
+
+RECORDER = Path(__file__).parents[1] / "gpu" / "record.py"
+
+
+def _as_tuple(value: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (value,) if isinstance(value, torch.Tensor) else value
+
+
+def _emulate(case: RecordedCase, rsqrt: RsqrtTable, **overrule: int) -> tuple[torch.Tensor, ...]:
+    return _as_tuple(getattr(aten_chains, case.op)(*case.args, rsqrt=rsqrt, **overrule))
+
+
+def _cpu_rsqrt(x: F32) -> F32:
+    """Another approximation than the correctly rounded one: torch's on this CPU."""
+    return torch.rsqrt(torch.from_numpy(np.asarray(x, np.float32))).numpy()
+
+
+@pytest.fixture(scope="module")
+def recorder() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("record", RECORDER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- the file format and the recorder, with the emulator in the GPU's place ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rehearsal(recorder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    def stand_in(op: str):
+        return lambda *args: getattr(aten_chains, op)(*args, rsqrt=_cpu_rsqrt)
+
+    path = tmp_path_factory.mktemp("recorded") / "rehearsal.safetensors"
+    references = {name: stand_in(name) for name in recorder.CASES}
+    assert recorder.main(path, torch.device("cpu"), references, {"gpu": "none"}) == 0
+    assert path.stat().st_size < 600 * 1024
+    return load(path)
+
+
+def test_a_recording_gives_back_what_was_recorded(recorder: ModuleType, rehearsal: Recording) -> None:
+    made = [(op, name, args) for op, make in recorder.CASES.items() for name, args, _ in make()]
+    assert [case.name for case in rehearsal.cases] == [f"{op} {name}" for op, name, _ in made]
+    assert len({case.name for case in rehearsal.cases}) == len(made)
+    for case, (_, _, args) in zip(rehearsal.cases, made, strict=True):
+        for stored, given in zip(case.args, args, strict=True):
+            if isinstance(given, torch.Tensor) and given.is_floating_point():
+                assert same_bits(stored, given)
+            elif isinstance(given, torch.Tensor):
+                assert torch.equal(stored, given)
+            else:
+                assert stored == given
+        assert all(map(same_bits, _emulate(case, rehearsal.rsqrt), case.outputs))
+    assert rehearsal.environment == {"gpu": "none"}
+
+
+def test_a_root_that_was_not_recorded_is_an_error(rehearsal: Recording) -> None:
+    with pytest.raises(KeyError, match="not recorded"):
+        rehearsal.rsqrt(np.array([123.456], np.float32))
+    case = next(case for case in rehearsal.cases if case.name == "rms_norm_scale 5x3840 bf16")
+    x = case.args[0].clone()
+    x.view(torch.int16)[0, 0, 0] += 64
+    with pytest.raises(KeyError, match="not recorded"):
+        _emulate(replace(case, args=(x, *case.args[1:])), rehearsal.rsqrt)
+
+
+def test_the_recorder_tells_when_the_emulator_or_eager_itself_differs(
+    recorder: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = 0
+
+    def wrong(*args: object) -> torch.Tensor:
+        y = aten_chains.rms_norm_scale(*args, rsqrt=_cpu_rsqrt)
+        y.view(BITS[y.dtype]).view(-1)[-1] ^= 1
+        return y
+
+    def unsteady(*args: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return wrong(*args) if calls == 2 else aten_chains.rms_norm_scale(*args, rsqrt=_cpu_rsqrt)
+
+    def only(case: str) -> None:
+        chosen = [made for made in original() if made[0] == case]
+        recorder.CASES["rms_norm_scale"] = lambda: chosen
+
+    original = recorder.CASES["rms_norm_scale"]
+    try:
+        only("2x256 fp32")
+        file = tmp_path / "wrong.safetensors"
+        assert recorder.main(file, torch.device("cpu"), {"rms_norm_scale": wrong}, {}) == 1
+        assert "the emulator differs from eager" in capsys.readouterr().err
+        assert file.exists()
+        file = tmp_path / "unsteady.safetensors"
+        assert recorder.main(file, torch.device("cpu"), {"rms_norm_scale": unsteady}, {}) == 1
+        assert "eager differs from itself" in capsys.readouterr().err
+        assert not file.exists()
+    finally:
+        recorder.CASES["rms_norm_scale"] = original
+
+
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "old.safetensors"
+    save_file({"x": torch.zeros(1)}, path, {"format": "0"})
+    with pytest.raises(ValueError, match="expected '1'"):
+        load(path)
+
+
+# --- the real recording --------------------------------------------------------------------------------------------
+
+RECORDED = load() if FILE.exists() else None
+needs_recording = pytest.mark.skipif(
+    RECORDED is None, reason=f"{FILE.name} is not there: run tests/gpu/record.py on a machine with a GPU"
+)
+CASES = RECORDED.cases if RECORDED else ()
+NAMES = [case.name for case in CASES]
+
+
+@needs_recording
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_the_emulator_gives_the_bits_of_the_gpu(case: RecordedCase) -> None:
+    assert RECORDED is not None
+    emulated = _emulate(case, RECORDED.rsqrt)
+    assert len(emulated) == len(case.outputs)
+    assert all(map(same_bits, emulated, case.outputs))
+
+
+@needs_recording
+def test_the_recording_tells_trees_and_roots_apart() -> None:
+    assert RECORDED is not None
+    # A table that has every value, so that a wrong variance is no KeyError: the nearest root recorded or computed.
+    by_rows = {}
+    for case in RECORDED.cases:
+        if case.op != "layer_norm_modulate":
+            plain = _as_tuple(getattr(aten_chains, case.op)(*case.args, rsqrt=_cpu_rsqrt))
+            other = _as_tuple(getattr(aten_chains, case.op)(*case.args, rsqrt=_cpu_rsqrt, rows=4))
+            by_rows[case.name] = not all(map(same_bits, plain, other))
+    assert any(by_rows.values())
+    moved = RsqrtTable(RECORDED.rsqrt.inputs, np.nextafter(RECORDED.rsqrt.outputs, np.float32(2)))
+    assert sum(not all(map(same_bits, _emulate(case, moved), case.outputs)) for case in RECORDED.cases) > 10
