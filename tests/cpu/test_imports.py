@@ -52,7 +52,7 @@ FORBIDDEN = {
 KNOWN_BY = {
     package: frozenset(rooms.split())
     for package, rooms in (
-        ("cuda", "jit environment"),
+        ("cuda", "jit environment capture"),
         ("diffusers", "models patch graphs quant apply proof bench cli tiny environment"),
         ("transformers", "tiny proof bench cli environment"),
         ("accelerate", "models patch apply proof bench cli tiny environment"),
