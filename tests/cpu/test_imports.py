@@ -29,12 +29,13 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "__main__",
         "cli",
         "proof bench",
-        "apply",
+        "apply loading",
         "models patch graphs gate quant",
+        "verify",
         "ops",
         "jit",
         "host",
-        "bits environment certificate settings capture tiny",
+        "bits environment certificate settings capture signature checkpoint tiny",
         "errors",
     )
 )
@@ -53,14 +54,15 @@ KNOWN_BY = {
     package: frozenset(rooms.split())
     for package, rooms in (
         ("cuda", "jit environment capture"),
-        ("diffusers", "models patch graphs quant apply proof bench cli tiny environment"),
+        ("diffusers", "models patch graphs quant apply proof bench cli tiny environment loading"),
         ("transformers", "tiny proof bench cli environment"),
         ("accelerate", "models patch apply proof bench cli tiny environment"),
+        ("huggingface_hub", "loading"),
         ("click", "cli"),
         ("rich", "apply proof bench cli"),
     )
 }
-WITHOUT_TORCH = frozenset({"errors", "settings", "certificate"})
+WITHOUT_TORCH = frozenset({"errors", "settings", "certificate", "checkpoint"})
 
 # Not in pyproject.toml by name, but part of something that is.
 COMES_WITH = {"triton": "torch"}
@@ -235,13 +237,13 @@ def test_a_package_in_the_wrong_room_is_found(tmp_path: Path, name: str, text: s
     assert wrong_packages(write(tmp_path / "samebits", {name: text}))
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in a fresh interpreter in which starting any other program fails."""
+def run(code: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a fresh interpreter in which starting any other program fails; ``before`` runs unguarded."""
     guard = """
         import subprocess, sys
 
         def refuse(*args, **kwargs):
-            raise RuntimeError(f"a program was started: {args}")
+            raise RuntimeError(f"a program was started: {args[1:] or args}")
 
         subprocess.Popen.__init__ = refuse
         sys.addaudithook(
@@ -251,7 +253,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         def loaded(*names):
             return sorted(m for m in sys.modules if m.split(".")[0] in names)
     """
-    program = textwrap.dedent(guard) + textwrap.dedent(code)
+    program = before + textwrap.dedent(guard) + textwrap.dedent(code)
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
@@ -273,17 +275,23 @@ def test_importing_samebits_loads_nothing_heavy() -> None:
 
 
 def test_the_public_names_touch_neither_cuda_nor_a_compiler() -> None:
-    done = run("""
+    """torch and diffusers are imported first: what they touch by themselves is theirs to answer for."""
+    done = run(
+        """
+        theirs = loaded("cuda")
         import samebits
 
         for name in samebits.__all__:
             getattr(samebits, name)
-        import samebits.ops, samebits.gate, samebits.jit, samebits.apply
-        import torch
+        import samebits.apply, samebits.bits, samebits.capture, samebits.gate, samebits.jit, samebits.models
+        import samebits.ops, samebits.patch
 
         assert not torch.cuda.is_initialized()
-        assert not loaded("cuda"), loaded("cuda")
-    """)
+        assert loaded("cuda") == theirs, set(loaded("cuda")) - set(theirs)
+        """,
+        before="import torch, diffusers.models.transformers.transformer_qwenimage\n"
+        "import diffusers.models.transformers.transformer_z_image\n",
+    )
     assert done.returncode == 0, done.stderr
 
 
