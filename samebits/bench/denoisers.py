@@ -7,6 +7,7 @@ of Qwen-Image (20 B parameters, bf16) needs about 45 GB of GPU memory.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from samebits import bits
+from samebits.apply import Handle, apply
 from samebits.bench import evidence, launches
 from samebits.bench.ops import Bench, said
 from samebits.bench.timing import interleaved_ms
@@ -173,24 +175,33 @@ def sees_one_bit(tensor: torch.Tensor) -> bool:
     return not equal([broken], [tensor.contiguous()])
 
 
-def calls_of(report: Any) -> dict[str, Any]:
-    """Calls fused, calls eager and the reasons, summed over a report's sites."""
-    fused = eager = 0
-    reasons: dict[str, int] = {}
-    for site in report.to_json()["sites"]:
-        fused += site["fused"]
-        eager += site["eager"]
-        for reason, count in site["reasons"].items():
-            reasons[reason] = reasons.get(reason, 0) + count
-    return {"fused": fused, "eager": eager, "reasons": reasons}
+@dataclass(frozen=True)
+class Calls:
+    """Calls of all sites together, as a report tells them."""
+
+    fused: int
+    eager: int
+    reasons: Counter[str]
+
+    @classmethod
+    def of(cls, handle: Handle) -> Calls:
+        reasons: Counter[str] = Counter()
+        rows = handle.report().rows
+        for row in rows:
+            reasons.update(row.reasons)
+        return cls(sum(row.fused for row in rows), sum(row.eager for row in rows), reasons)
+
+    def since(self, before: Calls) -> Calls:
+        """What happened after ``before``; a reason that holds without a counted call stays, with zero."""
+        reasons = Counter({text: count - before.reasons[text] for text, count in self.reasons.items()})
+        kept = Counter({text: count for text, count in reasons.items() if count or not self.reasons[text]})
+        return Calls(self.fused - before.fused, self.eager - before.eager, kept)
 
 
 def measure(
     denoiser: Denoiser, bench: Bench, ops: Sequence[Op], steps: int = STEPS, rounds: int = ROUNDS
 ) -> evidence.Row:
     """One row of ``denoisers.json``."""
-    import samebits
-
     row = empty_row(denoiser.name, len(denoiser.blocks), steps)
     eager, again = observe(denoiser, steps), observe(denoiser, steps)
     void = not (
@@ -201,20 +212,22 @@ def measure(
     del again
     row["void"] = void
     row["finite"] = bool(torch.isfinite(eager.output).all())
-    body = lambda: denoiser.velocity(denoiser.latents, 0.7)  # noqa: E731
+
+    def body() -> torch.Tensor:
+        return denoiser.velocity(denoiser.latents, 0.7)
+
     ours_names = launches.kernels_in(path for op in ops for path in op.sources)
     row["launches_eager"], row["by_class_eager"] = _account(body, ours_names, bench)
 
-    holder = [samebits.apply(denoiser.model)]
+    holder = [apply(denoiser.model)]
     try:
         body()  # first sight: every signature runs both ways and is compared
-        first = calls_of(holder[0].report())
+        first = Calls.of(holder[0])
         ours = observe(denoiser, steps)
-        last = calls_of(holder[0].report())
+        calls = Calls.of(holder[0]).since(first)
         forwards = 1 + steps
-        row["fused_calls"] = (last["fused"] - first["fused"]) // forwards
-        row["eager_calls"] = (last["eager"] - first["eager"]) // forwards
-        row["reasons"] = last["reasons"]
+        row["fused_calls"], row["eager_calls"] = calls.fused // forwards, calls.eager // forwards
+        row["reasons"] = dict(calls.reasons)
         row["blocks_equal"] = share(ours.blocks, eager.blocks)
         row["steps_equal"] = share([[step] for step in ours.latents], [[step] for step in eager.latents])
         row["output_equal"] = not void and equal([ours.output], [eager.output])
@@ -225,7 +238,7 @@ def measure(
         if evidence.DENOISERS.bits_equal(row):
 
             def on() -> None:
-                holder.append(samebits.apply(denoiser.model))
+                holder.append(apply(denoiser.model))
 
             def off() -> None:
                 while holder:
