@@ -1,0 +1,272 @@
+"""``apply(pipe)``: finds the denoisers, puts each family's forwards on them, and returns the handle to undo it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from samebits.errors import AlreadyAppliedError, UnsupportedModelError
+from samebits.gate import Gate, default_gate
+from samebits.models import FAMILIES, Family, family_of, unwrapped
+from samebits.models._family import Line, Replacement
+from samebits.ops import by_name
+from samebits.patch import Patch, find, obstacle
+
+NEVER_CALLED = "never called (a call that torch.compile traces runs diffusers' own lines and is not counted)"
+COMPILED = "torch.compile runs this part of the model: its graph is diffusers' own"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One site in a report: how many calls its kernel answered, how many eager did, and why."""
+
+    site: str
+    op: str
+    fused: int
+    eager: int
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    """Sentence to number of calls. Zero stands for a reason that holds although no call was counted."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a JSON-able dictionary."""
+        return {
+            "site": self.site,
+            "op": self.op,
+            "fused": self.fused,
+            "eager": self.eager,
+            "reasons": dict(self.reasons),
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened at every site. ``str()`` is a table; sites that behaved alike share a line.
+
+    Attributes
+    ----------
+    rows : tuple of Row
+        One per site, block by block.
+    notes : tuple of str
+        What else a reader should know, for example what ``remove`` had to leave behind.
+    full : bool
+        Whether the table has a line for every site instead.
+    """
+
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    full: bool = False
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """One dictionary per site: ``site``, ``op``, ``fused``, ``eager``, ``reasons``."""
+        return [row.to_json() for row in self.rows]
+
+    @property
+    def summary(self) -> str:
+        """One sentence: how many sites and calls went which way."""
+        called = sum(1 for row in self.rows if row.fused or row.eager)
+        fused, eager = sum(row.fused for row in self.rows), sum(row.eager for row in self.rows)
+        return f"{len(self.rows)} sites, {called} of them called: {fused:,} calls fused, {eager:,} eager."
+
+    def __str__(self) -> str:
+        cells = [("site", "op", "sites", "fused", "eager", "why")]
+        legend: dict[str, int] = {}
+        for name, row, count in self._lines():
+            why = []
+            for sentence, calls in row.reasons.items():
+                number = list(legend).index(sentence) + 1 if sentence in legend else len(legend) + 1
+                legend[sentence] = legend.get(sentence, 0) + calls
+                why.append(f"({number})" if len(row.reasons) == 1 else f"({number}) {calls:,}")
+            cells.append((name, row.op, str(count), f"{row.fused:,}", f"{row.eager:,}", ", ".join(why)))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        aligned = "{:<{}}  {:<{}}  {:>{}}  {:>{}}  {:>{}}  {:<{}}"
+        text = [aligned.format(*(part for pair in zip(line, widths, strict=True) for part in pair)) for line in cells]
+        for number, (sentence, calls) in enumerate(legend.items(), 1):
+            text.append(f"({number}) {sentence}" + (f": {calls:,} calls" if calls else ""))
+        return "\n".join([*(line.rstrip() for line in text), *self.notes, self.summary])
+
+    def _lines(self) -> Iterator[tuple[str, Row, int]]:
+        """Name, sums and number of sites of every line of the table."""
+        groups: dict[Any, list[Row]] = {}
+        for row in self.rows:
+            kind = row.site if self.full else re.sub(r"(?<![^.])\d+(?![^.])", "*", row.site)
+            alike = (kind, row.op, row.fused, row.eager, tuple(row.reasons.items()))
+            groups.setdefault(alike, []).append(row)
+        for (kind, *_), rows in groups.items():
+            first = rows[0]
+            sums = {sentence: calls * len(rows) for sentence, calls in first.reasons.items()}
+            total = Row(first.site, first.op, first.fused * len(rows), first.eager * len(rows), sums)
+            yield (first.site if len(rows) == 1 else kind), total, len(rows)
+
+
+class Handle:
+    """What ``apply`` returns: reads the counters and takes everything off again. Also a context manager.
+
+    Attributes
+    ----------
+    sites : tuple of Line
+        Every site of every denoiser, also those that stay eager.
+    models : tuple of torch.nn.Module
+        The denoisers it was applied to.
+    """
+
+    def __init__(self, models: tuple[nn.Module, ...], options: Mapping[str, Any]) -> None:
+        self.models = models
+        self.options = dict(options)
+        self.sites: tuple[Line, ...] = ()
+        self._patches: list[tuple[str, Patch]] = []
+        self._compiled: dict[Line, Callable[[], bool]] = {}
+        self._notes: list[str] = []
+
+    def _place(self, prefix: str, model: nn.Module, family: Family, gate: Gate) -> None:
+        seen: set[int] = set()
+        for path, wrapped, replacement in family.places(model):
+            module = unwrapped(wrapped)
+            if id(module) not in seen:
+                seen.add(id(module))
+                self._stand(prefix + path, module, replacement, gate)
+                parents = [model, *_along(model, path)]
+                for line in self.sites[-len(replacement.sites) :]:
+                    self._compiled[line] = lambda parents=parents: any(map(_is_compiled, parents))  # type: ignore[misc]
+
+    def _stand(self, path: str, module: nn.Module, replacement: Replacement, gate: Gate) -> None:
+        reason = replacement.obstacle(module) or obstacle(module)
+        lines = {name: Line(f"{path}.{name}".rstrip("."), op, why_eager=reason) for name, op in replacement.sites}
+        self.sites += tuple(lines.values())
+        if reason is None:
+            for line in lines.values():
+                line.site = gate.site(line.name, by_name(line.op), **self.options)
+            patch = Patch(module, lambda original: replacement.write(module, original, lines), owner=self)
+            self._patches.append((path, patch))
+
+    def report(self, *, full: bool = False) -> Report:
+        """The counters of every site, as they are now. Works after ``remove`` too.
+
+        Parameters
+        ----------
+        full : bool
+            Print a line for every site. Otherwise sites that behaved alike, block after block, share one.
+        """
+        return Report(tuple(map(self._row, self.sites)), tuple(self._notes), full)
+
+    def _row(self, line: Line) -> Row:
+        if line.site is None:
+            return Row(line.name, line.op, 0, 0, {line.why_eager or "": 0})
+        counters = line.site.counters
+        reasons = dict(counters.reasons) | dict(line.declined)
+        eager = counters.eager + sum(line.declined.values())
+        if not counters.fused and not eager:
+            ahead = COMPILED if self._compiled[line]() else line.watch() if line.watch is not None else None
+            reasons = {ahead or NEVER_CALLED: 0}
+        return Row(line.name, line.op, counters.fused, eager, reasons)
+
+    @property
+    def applied(self) -> bool:
+        """Whether the forwards are in place; false after ``remove``."""
+        return bool(self._patches)
+
+    def remove(self) -> None:
+        """Put every forward back as it was. A second call does nothing.
+
+        Hooks that were there before stay; so do hooks that came later. Where a wrapper that samebits does not
+        know still holds one of our forwards, that forward only passes on to the original from now on, and the
+        report says so.
+        """
+        while self._patches:
+            path, patch = self._patches.pop()
+            left = patch.undo()
+            if left is not None:
+                self._notes.append(f"{path}: {left}.")
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<samebits.Handle: {len(self.sites)} sites, {'applied' if self.applied else 'not applied'}>"
+
+
+def apply(target: Any, *, strict: bool = False, host: bool = False, gate: Gate | None = None) -> Handle:
+    """Let samebits answer for the sites of a pipeline's denoisers, or of one denoiser.
+
+    Only these instances change, nothing of diffusers does; ``handle.remove()`` takes everything back. Applying
+    again to what is applied already, with the same options, returns the same handle.
+
+    Parameters
+    ----------
+    target : DiffusionPipeline or torch.nn.Module
+        A pipeline, of which every component of a known family is taken, or such a transformer itself.
+    strict : bool
+        Raise on any fault of ours instead of going on with eager's result. For tests.
+    host : bool
+        Send CPU tensors through the gate with the kernels' own source compiled for the CPU.
+    gate : Gate, optional
+        The gate to ask; the process-wide one by default, so that verdicts are shared.
+
+    Raises
+    ------
+    UnsupportedModelError
+        There is no denoiser of a known family in ``target``.
+    AlreadyAppliedError
+        A part of ``target`` is applied already, with other options or together with other models.
+    """
+    found = _denoisers(target)
+    options = {"strict": strict, "host": host}
+    models = tuple(model for _, model, _ in found)
+    handles = {id(owner): owner for _, model, family in found if (owner := _owner(model, family)) is not None}
+    for handle in handles.values():
+        if {id(model) for model in handle.models} == {id(model) for model in models} and handle.options == options:
+            return handle
+        raise AlreadyAppliedError(options=", ".join(f"{name}={value}" for name, value in handle.options.items()))
+    handle = Handle(models, options)
+    try:
+        for name, model, family in found:
+            handle._place(f"{name}." if len(found) > 1 else "", model, family, gate or default_gate())
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+def _denoisers(target: Any) -> list[tuple[str, nn.Module, Family]]:
+    """Name, module and family of every denoiser in ``target``."""
+    components = {"": target} if isinstance(target, nn.Module) else getattr(target, "components", None)
+    found: dict[int, tuple[str, nn.Module, Family]] = {}
+    for name, component in (components if isinstance(components, Mapping) else {}).items():
+        family = family_of(component)
+        if family is not None:
+            found.setdefault(id(unwrapped(component)), (name, unwrapped(component), family))
+    if not found:
+        known = ", ".join(family.model.__name__ for family in FAMILIES)
+        raise UnsupportedModelError(got=type(target).__name__, families=known)
+    return list(found.values())
+
+
+def _owner(model: nn.Module, family: Family) -> Handle | None:
+    """The handle that is applied to this model already, if any."""
+    for _, module, _ in family.places(model):
+        placed = find(unwrapped(module))
+        if placed is not None and isinstance(placed.owner, Handle):
+            return placed.owner
+    return None
+
+
+def _along(model: nn.Module, path: str) -> Iterator[nn.Module]:
+    """The modules on the way from the model to the one at ``path``, both ends but the model's included."""
+    module: Any = model
+    for name in path.split("."):
+        module = module._modules[name]
+        yield module
+        module = unwrapped(module)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return unwrapped(module) is not module or module.__dict__.get("_compiled_call_impl") is not None

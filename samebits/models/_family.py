@@ -1,0 +1,144 @@
+"""What a family is made of: the forwards it stands for, the sites in them, and when a site may run.
+
+A family never trusts a name. It writes a forward anew only for the exact class and the exact source text that
+it was written against, and a site takes over a submodule's call only while that submodule is exactly what the
+op reproduces: a plain norm with nothing hooked onto it. Everything else keeps diffusers' own lines, and the
+report says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+from diffusers.utils import is_torch_npu_available
+from torch import nn
+
+Function = Callable[..., Any]
+
+
+class Line:
+    """One site of one model: the line of a forward for which an op stands.
+
+    Attributes
+    ----------
+    name : str
+        Where it is, for example ``transformer_blocks.0.img_norm1``.
+    op : str
+        The name of its op.
+    site : callable or None
+        The gate's site, called with the positional arguments of the op's reference; ``None`` where the forward
+        around it was not written anew.
+    why_eager : str or None
+        Why ``site`` is ``None``.
+    declined : Counter
+        Calls that kept diffusers' own lines before the gate was asked, by reason.
+    """
+
+    __slots__ = ("declined", "name", "op", "site", "watch", "why_eager")
+
+    def __init__(self, name: str, op: str, site: Any = None, why_eager: str | None = None) -> None:
+        self.name = name
+        self.op = op
+        self.site = site
+        self.why_eager = why_eager
+        self.declined: Counter[str] = Counter()
+        self.watch: Callable[[], str | None] | None = None
+        """Says why the next call would keep diffusers' own lines; for a report before the first call."""
+
+    def __repr__(self) -> str:
+        return f"Line({self.name!r}, {self.op!r})"
+
+
+class Known(Protocol):
+    """A function that must be the known one for a replacement to be right."""
+
+    def obstacle(self) -> str | None:
+        """Why it is not the known one: a sentence, or ``None`` if it is."""
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """A function of diffusers whose lines a family stands for, known by the SHA-256 of its source text."""
+
+    owner: type
+    name: str
+    sha256: frozenset[str]
+
+    def obstacle(self) -> str | None:
+        """Why this function is not the known one: a sentence, or ``None`` if it is.
+
+        The text is read from the code object that would run, so a function that was swapped on the class, even
+        one that poses as the original through ``functools.wraps``, is not mistaken for it.
+        """
+        function = inspect.getattr_static(self.owner, self.name, None)
+        if isinstance(function, types.FunctionType):
+            digest = _source_sha256(function.__code__)
+            if digest in self.sha256:
+                return None
+        return (
+            f"the source of {self.owner.__name__}.{self.name} is not the one samebits was written against "
+            "(diffusers 0.42.0 and 0.42.1)"
+        )
+
+
+@lru_cache(maxsize=256)
+def _source_sha256(code: types.CodeType) -> str | None:
+    try:
+        return hashlib.sha256(inspect.getsource(code).encode()).hexdigest()
+    except (OSError, TypeError):  # no source at hand: typed into an interpreter, or shipped as bytecode only
+        return None
+
+
+def source(owner: type, name: str, *sha256: str) -> Source:
+    """A known function: the class, the name of the method, the SHA-256 of every text it may have."""
+    return Source(owner, name, frozenset(sha256))
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A forward that a family writes anew, and the sites in it."""
+
+    of: type[nn.Module]
+    """The exact class; a subclass may have changed anything."""
+    sources: tuple[Known, ...]
+    """Every function whose lines the written forward stands for."""
+    sites: tuple[tuple[str, str], ...]
+    """Pairs of the site's name within the module and its op's name."""
+    write: Callable[[Any, Function, Mapping[str, Line]], Function]
+    """``write(module, original, lines)`` returns the function to run instead of ``original``."""
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        """Why ``module`` must keep its own forward: a sentence, or ``None``."""
+        if type(module) is not self.of:
+            return f"its class is {type(module).__name__}, samebits knows exactly {self.of.__name__}"
+        for known in self.sources:
+            reason = known.obstacle()
+            if reason is not None:
+                return reason
+        if is_torch_npu_available():
+            return "torch_npu is installed, with which diffusers' RMSNorm is another function"
+        return None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One diffusers architecture: its class and which forwards of it are written anew."""
+
+    name: str
+    model: type[nn.Module]
+    places: Callable[[Any], Iterator[tuple[str, nn.Module, Replacement]]]
+    """``places(model)`` yields path, module and replacement, block by block."""
+
+
+def unwrapped(module: Any) -> Any:
+    """The module inside ``torch.compile(module)``, or the module itself."""
+    inner = module._modules.get("_orig_mod") if isinstance(module, nn.Module) else None
+    return module if inner is None else inner
