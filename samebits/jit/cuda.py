@@ -1,0 +1,306 @@
+"""Loading and launching through cuda.core: the only place of this package that starts work on a GPU.
+
+Where the host time of a launch goes: cuda.core converts the arguments and calls the driver; everything else is
+prepared. Every argument travels as a Python int, cuda.core's shortest path: it stores the int's eight bytes and the
+driver copies as many of them as the parameter has, so an int whose lowest bytes are the C value (see ``signature``)
+is the value itself, whatever its type.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from samebits.errors import CompileError, CompileInCaptureError, KernelArgumentError, LaunchError
+from samebits.jit import nvrtc
+from samebits.jit.kernel import BoundKernel, Dimensions, Kernel
+from samebits.jit.signature import Parameter
+
+OLDEST_CAPABILITY = (8, 0)
+_SHARED_BYTES = 48 << 10
+"""Shared memory, static and dynamic, that a block may use without the kernel having been allowed more."""
+_MAX_STREAMS = 1024
+
+STICKY = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "DEINITIALIZED",
+        "ECC_UNCORRECTABLE",
+        "NVLINK_UNCORRECTABLE",
+        "ILLEGAL_ADDRESS",
+        "LAUNCH_TIMEOUT",
+        "CONTEXT_IS_DESTROYED",
+        "ASSERT",
+        "HARDWARE_STACK_ERROR",
+        "ILLEGAL_INSTRUCTION",
+        "MISALIGNED_ADDRESS",
+        "INVALID_ADDRESS_SPACE",
+        "INVALID_PC",
+        "LAUNCH_FAILED",
+        "TENSOR_MEMORY_LEAK",
+        "EXTERNAL_DEVICE",
+        "CONTAINED",
+        "MPS_CLIENT_TERMINATED",
+        "UNKNOWN",
+    )
+)
+"""The driver's errors after which the context, and with it every CUDA call of the process, is lost."""
+
+
+class Runtime:
+    """The functions of torch and cuda.core that a launch uses, looked up once.
+
+    Attributes
+    ----------
+    launch : callable
+        ``cuda.core.launch``.
+    current_device : callable
+        ``() -> int``.
+    current_stream : callable
+        ``(device_index) -> int``, the raw handle.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import cuda.core
+            from cuda.bindings import driver
+        except Exception as error:  # a missing shared library raises its own class
+            raise CompileError(f"cuda-core cannot be imported: {error}. `pip install cuda-core` brings it.") from error
+        self.core: Any = cuda.core
+        self.driver: Any = driver
+        self.launch: Callable[..., None] = cuda.core.launch
+        self.current_device: Callable[[], int] = torch._C._cuda_getDevice
+        self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._streams: dict[int, Any] = {
+            # torch's handle 0 always means the legacy default stream; to the driver it means whichever of the two
+            # the calling library was built or told to use.
+            0: cuda.core.LEGACY_DEFAULT_STREAM,
+            1: cuda.core.LEGACY_DEFAULT_STREAM,
+            2: cuda.core.PER_THREAD_DEFAULT_STREAM,
+        }
+        self.find_stream = self._streams.get
+
+    def wrap_stream(self, handle: int) -> Any:
+        """cuda.core's object for a raw handle that was not seen before."""
+        if len(self._streams) > _MAX_STREAMS:  # external streams may come and go without end
+            for known in [known for known in self._streams if known > 2]:
+                self._streams.pop(known, None)
+        stream = self.core.Stream.from_handle(handle)
+        self._streams[handle] = stream
+        return stream
+
+
+@cache
+def runtime() -> Runtime:
+    """The one runtime of this process."""
+    return Runtime()
+
+
+def capturing(device_index: int) -> bool:
+    """Whether this thread or another captures a CUDA graph: loading a module would break that capture."""
+    from samebits import capture
+
+    return capture.capturing_here(torch.device("cuda", device_index)) or capture.capturing_anywhere()
+
+
+def architecture(device: torch.device) -> str:
+    """The ``sm_XX`` that kernels for this device are compiled for."""
+    return nvrtc.architecture_for(*torch.cuda.get_device_capability(device))
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why no kernel can run on a CUDA device, as a sentence, or ``None``."""
+    if torch.version.cuda is None:
+        build = "ROCm" if getattr(torch.version, "hip", None) else "CPU"
+        return f"this is a {build} build of torch {torch.__version__}; the kernels need a CUDA build"
+    if not torch.cuda.is_available():
+        return "torch finds no usable CUDA device: no NVIDIA GPU, or no driver for it"
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        return f"there is no {device}: torch sees {count} CUDA device{'s' if count != 1 else ''}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; "
+            f"the kernels need {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer"
+        )
+    if sys.byteorder != "little":
+        return "arguments are handed to the driver in little-endian order, which this machine does not have"
+    try:
+        runtime()
+        nvrtc.include_folder()
+        nvrtc.architecture_for(*capability)
+    except CompileError as error:
+        return str(error)
+    return None
+
+
+class CudaKernel(Kernel):
+    """A cubin loaded through cuda.core. One object serves every device of its architecture."""
+
+    def __init__(self, name: str, parameters: tuple[Parameter, ...], architecture: str, cubin: bytes) -> None:
+        super().__init__(name, parameters)
+        self.architecture = architecture
+        self.runtime = runtime()
+        self._lock = threading.Lock()
+        self._allowed: dict[int, int] = {}
+        """Per device on which the kernel is loaded: the dynamic shared memory a block may ask for, in bytes."""
+        try:
+            self._code = self.runtime.core.ObjectCode.from_cubin(cubin, name=name)
+            self.handle = self._code.get_kernel(name)
+        except Exception as error:
+            code = _code(error)
+            if code in STICKY:
+                raise LaunchError(kernel=name, cause=_sentence(error), sticky=True) from error
+            raise CompileError(f"kernel {name} for {architecture} cannot be loaded: {_sentence(error)}.") from error
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        """Compare what was read from the source with what the machine code says of itself."""
+        try:
+            sizes = [info.size for info in self.handle.arguments_info]
+        except Exception:  # drivers before CUDA 12.4 cannot tell
+            return
+        expected = [parameter.bytes for parameter in self.parameters]
+        if sizes != expected:
+            raise KernelArgumentError(
+                f"kernel {self.name}: the source was read as parameters of {expected} bytes, but the machine code "
+                f"has {sizes}. Write the parameter list in plain types."
+            )
+
+    def load(self, device_index: int, shared_bytes: int = 0) -> None:
+        """Put the kernel on a device now and allow a block this much dynamic shared memory.
+
+        Without it the driver loads at the first launch, which may fall into a capture.
+
+        Raises
+        ------
+        CompileInCaptureError
+            It is not loaded there and a CUDA graph is being captured.
+        KernelArgumentError
+            The device has another architecture.
+        LaunchError
+            The driver refused, for example because a block may not have that much shared memory.
+        """
+        with self._lock:
+            if device_index not in self._allowed:
+                if capturing(device_index):
+                    raise CompileInCaptureError(kernel=self.name, target=f"cuda:{device_index}")
+                actual = architecture(torch.device("cuda", device_index))
+                if actual != self.architecture:
+                    raise self._error(
+                        "device_index", f"a device of {self.architecture}", f"cuda:{device_index}, which is {actual}"
+                    )
+                self._allowed[device_index] = self._load_on(device_index)
+            if shared_bytes > self._allowed[device_index]:
+                self._allow(device_index, shared_bytes)
+                self._allowed[device_index] = shared_bytes
+
+    def ready_devices(self, shared_bytes: int) -> set[int]:
+        """The devices on which a launch with this much dynamic shared memory needs no further step."""
+        return {device for device, allowed in self._allowed.items() if allowed >= shared_bytes}
+
+    def _load_on(self, device_index: int) -> int:
+        """Load, and return how much dynamic shared memory a block may use without being allowed more."""
+        from samebits.capture import default_probe
+
+        driver = self.runtime.driver
+        try:
+            # Relaxed, because another thread may begin a capture between our question and the load.
+            with torch.cuda.device(device_index), default_probe().relaxed():
+                # torch sets a device up lazily and per thread; the driver needs its context to be current.
+                self.runtime.core.Device(device_index).set_current()
+                status, function = driver.cuKernelGetFunction(self.handle.handle)
+                self._check(status)
+                if hasattr(driver, "cuFuncLoad"):
+                    self._check(driver.cuFuncLoad(function)[0])
+            return _SHARED_BYTES - int(self.handle.attributes[device_index].shared_size_bytes)
+        except LaunchError:
+            raise
+        except Exception as error:
+            raise LaunchError(kernel=self.name, cause=_sentence(error), sticky=_code(error) in STICKY) from error
+
+    def _allow(self, device_index: int, shared_bytes: int) -> None:
+        driver = self.runtime.driver
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        status, device = driver.cuDeviceGet(device_index)
+        self._check(status)
+        (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, self.handle.handle, device)
+        self._check(status, f" ({shared_bytes} bytes of dynamic shared memory a block were asked for)")
+
+    def _check(self, status: Any, context: str = "") -> None:
+        if status.value:
+            raise LaunchError(kernel=self.name, cause=f"{status.name}{context}", sticky=status.name in STICKY)
+
+    def _bind(
+        self, grid: Dimensions, block: Dimensions, shared_bytes: int, template: tuple[int | None, ...]
+    ) -> CudaBound:
+        for device_index in tuple(self._allowed):
+            self.load(device_index, shared_bytes)
+        return CudaBound(self, grid, block, shared_bytes, template)
+
+
+class CudaBound(BoundKernel):
+    """A kernel with its launch configuration and scalars; calling it is the hot path."""
+
+    def __init__(
+        self,
+        kernel: CudaKernel,
+        grid: Dimensions,
+        block: Dimensions,
+        shared_bytes: int,
+        template: tuple[int | None, ...],
+    ) -> None:
+        super().__init__(kernel.name, template)
+        self._kernel = kernel
+        self._shared_bytes = shared_bytes
+        self._ready = kernel.ready_devices(shared_bytes)
+        self._config = kernel.runtime.core.LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
+        # Attributes of self cost less than those of self._kernel.runtime, and a launch has microseconds.
+        self._handle = kernel.handle
+        self._launch = kernel.runtime.launch
+        self._current_device = kernel.runtime.current_device
+        self._current_stream = kernel.runtime.current_stream
+        self._find_stream = kernel.runtime.find_stream
+
+    def __call__(self, device_index: int, *pointers: int) -> None:
+        if device_index not in self._ready:
+            self._kernel.load(device_index, self._shared_bytes)
+            self._ready.add(device_index)
+        if self._current_device() != device_index:
+            with torch.cuda.device(device_index):
+                return self(device_index, *pointers)
+        self._check_pointers(pointers)
+        raw = self._current_stream(device_index)
+        stream = self._find_stream(raw) or self._kernel.runtime.wrap_stream(raw)
+        try:
+            self._launch(stream, self._config, self._handle, *self._arguments(pointers))
+        except Exception as error:
+            self._explain(error, device_index, stream, pointers)
+        return None
+
+    def _explain(self, error: Exception, device_index: int, stream: Any, pointers: tuple[int, ...]) -> None:
+        if _code(error) == "CUDA_ERROR_INVALID_CONTEXT":
+            # A thread that made no CUDA call yet has no context, although torch names a current device for it.
+            try:
+                self._kernel.runtime.core.Device(device_index).set_current()
+                return self._launch(stream, self._config, self._handle, *self._arguments(pointers))
+            except Exception as again:
+                error = again
+        raise LaunchError(kernel=self.name, cause=_sentence(error), sticky=_code(error) in STICKY) from error
+
+
+def _code(error: Exception) -> str:
+    """The driver's name for an error, which cuda.core puts into the message; empty where there is none."""
+    found = re.search(r"CUDA_ERROR_\w+", str(error))
+    return found[0] if found else ""
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
