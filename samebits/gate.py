@@ -1,0 +1,382 @@
+"""The gate: lets a kernel answer only for signatures whose bits were compared with eager's.
+
+    unknown --compared, equal--> verified --re-checked, different--> refused
+       |  \\--compared, different--> refused             \\--launch raises--> failed
+       |---op or device does not take it--> unsupported
+       |---does not compile or launch--> failed
+       \\---out of memory, or retryable--> unknown, tried again after a growing number of calls
+
+Whatever happens, a call returns eager's bits: the kernel's when they are known to be the same, eager's own otherwise.
+While a CUDA graph is captured, in this thread or another, nothing is compared; signatures first met then are
+remembered by their description alone and compared on made-up inputs, one at each later call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from samebits import capture
+from samebits.errors import ContractViolation, CudaContextError, KernelFailed
+from samebits.ops._op import Op, Outputs
+from samebits.settings import settings
+from samebits.signature import Key, why_no_key
+from samebits.site import Site
+from samebits.verdict import SIGNATURE_LIMIT, Counters, Entry, State, Table, Verdict
+from samebits.verify import check, is_retryable, is_sticky, summary
+
+__all__ = ["Gate", "Site", "State", "Verdict", "default_gate"]
+
+PENDING_LIMIT = 256
+"""Signatures remembered from captures; later ones are remembered when they are met again."""
+
+CAPTURING = "a CUDA graph is being captured and this signature is not verified yet"
+COMPARED = "compared with eager at this call"
+ELSEWHERE = "another thread is comparing this signature"
+FORKED = "this process was forked after CUDA was initialised"
+FULL = f"the op already has {SIGNATURE_LIMIT} signatures"
+KILLED = "SAMEBITS_DISABLE is set"
+
+_log = logging.getLogger("samebits")
+_gates: weakref.WeakSet[Gate] = weakref.WeakSet()
+
+
+class Gate:
+    """A table of verdicts shared by its sites, and the rules by which they change.
+
+    Parameters
+    ----------
+    strict : bool
+        Whether sites raise on a refused or failed signature unless they say otherwise themselves.
+    probe : CaptureProbe, optional
+        Answers whether CUDA graphs are being captured.
+    unavailable : callable, optional
+        ``unavailable(device, host)`` says why no kernel can run on a device, or returns ``None``.
+    """
+
+    def __init__(
+        self,
+        *,
+        strict: bool = False,
+        probe: capture.CaptureProbe | None = None,
+        unavailable: Callable[[torch.device, bool], str | None] | None = None,
+    ) -> None:
+        self.strict = strict
+        self.pending: dict[Entry, Table] = {}
+        """Signatures met during a capture and not compared yet, oldest first."""
+        self._probe = capture.default_probe() if probe is None else probe
+        self._unavailable = _jit_unavailable if unavailable is None else unavailable
+        self._unavailable_known: dict[tuple[torch.device, bool], str | None] = {}
+        # Reentrant, because a signal handler that runs a model may interrupt the thread that holds it.
+        self._lock = threading.RLock()
+        self._tables: dict[tuple[int, bool], Table] = {}
+        self._sites: list[weakref.ref[Site]] = []
+        self._lost = False
+        self._stopped = KILLED if settings().disabled else None
+        _gates.add(self)
+
+    def site(self, name: str, op: Op, *, strict: bool | None = None, host: bool = False) -> Site:
+        """Return a new site of ``op``, called ``name`` in reports.
+
+        Parameters
+        ----------
+        name : str
+            Where in the model it stands.
+        op : Op
+            What it computes.
+        strict : bool, optional
+            Whether a refused or failed signature raises at this site; ``None`` follows the gate.
+        host : bool
+            Whether CPU tensors go to the kernel built for the CPU.
+        """
+        with self._lock:
+            table = self._tables.setdefault((id(op), host), Table(op, host))
+            site = Site(name, op, self, table, strict)
+            self._sites = [reference for reference in self._sites if reference() is not None]
+            self._sites.append(weakref.ref(site))
+        return site
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites that are still in use, in the order they were made."""
+        return tuple(site for reference in self._sites if (site := reference()) is not None)
+
+    @property
+    def stopped(self) -> str | None:
+        """Why every call runs the reference, or ``None`` while the gate works."""
+        return self._stopped
+
+    def verdicts(self) -> list[Verdict]:
+        """Return what is known about every signature met so far."""
+        with self._lock:
+            return [verdict for table in self._tables.values() for verdict in table.verdicts()]
+
+    def recheck(self, op: Op | None = None) -> int:
+        """Have every verified signature (of ``op``) compared again at its next call that is not in a capture.
+
+        A signature whose bits differ then is refused, and its verdict says that it was revoked and why.
+
+        Returns
+        -------
+        int
+            How many signatures will be compared.
+        """
+        due = 0
+        with self._lock:
+            for table in self._tables.values():
+                if op is None or table.op is op:
+                    for entry in table.entries.values():
+                        if entry.state is State.VERIFIED:
+                            entry.recheck = True
+                            table.launchers.pop(entry.key, None)
+                            due += 1
+        return due
+
+    def disable(self, reason: str = "the gate is disabled") -> None:
+        """Send every call to the reference, counted under ``reason``. Verdicts and loaded kernels are kept."""
+        with self._lock:
+            self._stopped = reason
+            for table in self._tables.values():
+                table.close()
+
+    def enable(self) -> None:
+        """Undo :meth:`disable`. The kill switch of the environment still wins.
+
+        Raises
+        ------
+        CudaContextError
+            The gate stopped because the CUDA context was lost.
+        """
+        with self._lock:
+            if self._lost:
+                raise CudaContextError(self._stopped)
+            self._stopped = KILLED if settings().disabled else None
+            if self._stopped is None:
+                for table in self._tables.values():
+                    table.reopen()
+
+    # What follows is for sites: everything but the way of a verified call.
+
+    def count_eager(self, counters: Counters, reason: str) -> None:
+        """Count an eager call; many threads may share a site."""
+        with self._lock:
+            counters.count_eager(reason)
+
+    def answer(self, site: Site, table: Table, key: Key | None, args: tuple[Any, ...]) -> Outputs:
+        """Answer a call that may not simply launch: decide, compare if it is time to, and return eager's bits."""
+        if self._stopped is not None:
+            return site.run_eager(args, self._stopped)
+        if key is None:
+            return site.run_eager(args, why_no_key(args))
+        if self.pending:
+            self._compare_one_pending(site)
+        with self._lock:
+            launcher = table.launchers.get(key)
+            entry = table.entry(key, args) if launcher is None else None
+        if launcher is not None:
+            return site.launch(launcher, key, args)
+        if entry is None:
+            return site.run_eager(args, FULL)
+        if entry.state in (State.REFUSED, State.UNSUPPORTED, State.FAILED):
+            self._raise_if_strict(site, entry, None)
+            return site.run_eager(args, entry.reason)
+        obstacle = self._claim(table, entry)
+        if obstacle is None:
+            return self._compare(site, table, entry, args)
+        if entry.state is State.VERIFIED and entry.launcher is not None and self._stopped is None:
+            return site.launch(entry.launcher, key, args)  # A re-check that cannot be made now.
+        return site.run_eager(args, obstacle)
+
+    def launch_raised(
+        self, site: Site, table: Table, key: Key | None, args: tuple[Any, ...], error: Exception
+    ) -> Outputs:
+        """Deal with a verified kernel that raised: eager answers, unless nothing can."""
+        self._stop_if_sticky(error, site)
+        reason = f"a launch raised {summary(error)}"
+        entry = None if key is None else table.entries.get(key)
+        if entry is not None and not is_retryable(error):
+            with self._lock:
+                table.settle(entry, State.FAILED, reason)
+            self._warn(table, entry)
+            self._raise_if_strict(site, entry, error)
+            reason = entry.reason
+        return site.run_eager(args, reason)
+
+    def _claim(self, table: Table, entry: Entry) -> str | None:
+        """Take ``entry`` for this thread to compare, or say why it is not compared now."""
+        with self._lock:
+            if entry.wait_calls > 0:
+                entry.wait_calls -= 1
+                return f"will be tried again: {entry.cause}"
+        device = entry.signature.devices[0] if entry.signature.devices else None
+        if device is not None and device.type == "cuda" and capture.forked():
+            return FORKED
+        if self._capturing(device):
+            with self._lock:
+                if entry.state is State.UNKNOWN and len(self.pending) < PENDING_LIMIT:
+                    self.pending[entry] = table
+            return CAPTURING
+        with self._lock:
+            if entry.busy or not (entry.state is State.UNKNOWN or entry.recheck):
+                return ELSEWHERE
+            entry.busy = True
+            self.pending.pop(entry, None)
+        return None
+
+    def _capturing(self, device: torch.device | None) -> bool:
+        return self._probe.here(device) or self._probe.anywhere()
+
+    def _compare(self, site: Site, table: Table, entry: Entry, args: tuple[Any, ...]) -> Outputs:
+        """Run both on a claimed entry. The caller gets eager's own tensors."""
+        try:
+            expected = table.op.reference(*args)
+            error = self._judge(table, entry, args, expected, "a call")
+        finally:
+            entry.busy = False
+        if error is not None:
+            self._stop_if_sticky(error, site)
+        self._raise_if_strict(site, entry, error)
+        final = entry.state in (State.REFUSED, State.UNSUPPORTED, State.FAILED)
+        self.count_eager(site.counters, entry.reason if final else entry.cause or COMPARED)
+        return expected
+
+    def _compare_one_pending(self, site: Site) -> None:
+        """Compare the oldest signature remembered from a capture on made-up inputs, if it is quiet now."""
+        with self._lock:
+            entry = next((entry for entry in self.pending if not entry.busy), None)
+            if entry is None:
+                return
+            table = self.pending[entry]
+        if self._claim(table, entry) is not None:
+            return
+        error: Exception | None
+        try:
+            if entry.signature.unfit is not None:
+                with self._lock:
+                    table.settle(entry, State.UNSUPPORTED, entry.signature.unfit)
+                return
+            with torch.no_grad():
+                args = entry.signature.rebuild(seed=len(table.entries))
+                expected = table.op.reference(*args)
+                error = self._judge(table, entry, args, expected, "made-up inputs")
+        except Exception as raised:
+            # Not this caller's doing: the signature stays unknown until a real call brings it.
+            error = raised
+        finally:
+            entry.busy = False
+        if error is not None:
+            self._stop_if_sticky(error, site)
+
+    def _judge(
+        self, table: Table, entry: Entry, args: tuple[Any, ...], expected: Outputs, basis: str
+    ) -> Exception | None:
+        """Give a claimed entry its verdict. Return what was raised on the way, after settling it."""
+        revoking = entry.state is State.VERIFIED
+        try:
+            with self._probe.relaxed():
+                if entry.launcher is None:
+                    unfit = self._unfit(table, entry, args)
+                    if unfit is not None:
+                        with self._lock:
+                            table.settle(entry, State.UNSUPPORTED, unfit)
+                        return None
+                    entry.launcher = table.op.prepare(*args)
+                finding = check(table.op, entry.launcher, args, expected, entry.signature.names)
+        except Exception as error:
+            if is_sticky(error):
+                return error
+            with self._lock:
+                if is_retryable(error):
+                    entry.postpone(summary(error))
+                else:
+                    table.settle(entry, State.FAILED, summary(error))
+            if entry.state is State.FAILED:
+                self._warn(table, entry)
+            return error
+        with self._lock:
+            entry.verifications += 1
+            entry.basis = basis
+            if finding is None:
+                table.settle(entry, State.VERIFIED, open_to_calls=self._stopped is None)
+            else:
+                entry.revoked = revoking
+                cause = f"revoked by a re-check, it was verified before: {finding.cause}" if revoking else finding.cause
+                table.settle(entry, State.REFUSED, cause)
+        if finding is not None:
+            self._warn(table, entry)
+        return None
+
+    def _unfit(self, table: Table, entry: Entry, args: tuple[Any, ...]) -> str | None:
+        reason = entry.signature.unfit
+        if reason is not None:
+            return reason
+        where = (entry.signature.devices[0], table.host)
+        if where not in self._unavailable_known:
+            reason = self._unavailable_known[where] = self._unavailable(*where)
+            if reason is not None:
+                _log.warning("samebits: everything on %s runs eager: %s", where[0], reason)
+        return self._unavailable_known[where] or table.op.unsupported(*args)
+
+    def _warn(self, table: Table, entry: Entry) -> None:
+        _log.warning("samebits: op %s is eager for %s; %s", table.op.name, entry.signature, entry.reason)
+
+    def _raise_if_strict(self, site: Site, entry: Entry, error: Exception | None) -> None:
+        kind = {State.REFUSED: ContractViolation, State.FAILED: KernelFailed}.get(entry.state)
+        if kind is not None and site.strict:
+            raise kind(op=site.op.name, site=site.name, signature=str(entry.signature), cause=entry.cause) from error
+
+    def _stop_if_sticky(self, error: Exception, site: Site) -> None:
+        if is_sticky(error):
+            lost = CudaContextError(cause=summary(error), site=site.name, op=site.op.name)
+            with self._lock:
+                self._lost = True
+            self.disable(str(lost))
+            _log.error("samebits: %s", lost)
+            raise lost from error
+
+    def after_fork(self) -> None:
+        """Make this gate usable in a forked child: other threads, and CUDA, stayed in the parent."""
+        self._lock = threading.RLock()
+        for table in self._tables.values():
+            for entry in table.entries.values():
+                entry.busy = False
+                if capture.forked() and any(device.type == "cuda" for device in entry.signature.devices):
+                    table.settle(entry, State.UNSUPPORTED, FORKED)
+        if capture.forked():
+            self.pending.clear()
+
+
+def _jit_unavailable(device: torch.device, host: bool) -> str | None:
+    from samebits import jit  # Late, so that importing the gate looks for no CUDA and no compiler.
+
+    return jit.unavailable(device, host)
+
+
+_default: Gate | None = None
+_default_lock = threading.Lock()
+
+
+def default_gate() -> Gate:
+    """Return the gate of this process, made at the first call."""
+    global _default
+    with _default_lock:
+        if _default is None:
+            _default = Gate()
+        return _default
+
+
+def _after_fork_in_child() -> None:
+    global _default_lock
+    _default_lock = threading.Lock()
+    for gate in list(_gates):
+        gate.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,178 @@
+"""A site: a place in a model where an op stands for lines of the original forward. The way of every call.
+
+A verified call may cost five microseconds of Python beyond its launch, so :meth:`Site.__call__` is written for speed
+and everything that is not a verified call is handed to the gate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from samebits import capture
+from samebits.ops._op import Launcher, Op, Outputs
+from samebits.signature import Key, signature_key
+from samebits.verdict import Counters, Table
+
+if TYPE_CHECKING:
+    from samebits.gate import Gate
+
+_grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_functorch = torch._C._functorch.peek_interpreter_stack
+_jit_tracing = torch._C._get_tracing_state
+
+
+class Site:
+    """Calls an op's kernel where its bits are known to be eager's, and its reference everywhere else.
+
+    Made by :meth:`samebits.gate.Gate.site`. Call it with exactly the positional arguments of the op's reference.
+
+    Attributes
+    ----------
+    name : str
+        Where in the model it stands, for the report.
+    op : Op
+        What it computes.
+    host : bool
+        Whether CPU tensors go to the kernel built for the CPU.
+    counters : Counters
+        How many calls went which way, and why.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_fast",
+        "_gate",
+        "_pending",
+        "_reference",
+        "_strict",
+        "_table",
+        "counters",
+        "host",
+        "name",
+        "op",
+    )
+
+    def __init__(self, name: str, op: Op, gate: Gate, table: Table, strict: bool | None) -> None:
+        self.name = name
+        self.op = op
+        self.host = table.host
+        self.counters = Counters()
+        self._strict = strict
+        self._gate = gate
+        self._table = table
+        self._reference = op.reference
+        # Kept here because two look-ups less are a tenth of a microsecond on every call.
+        self._fast = table.launchers
+        self._pending = gate.pending
+
+    @property
+    def strict(self) -> bool:
+        """Whether a refused or failed signature raises here instead of running eager."""
+        return self._gate.strict if self._strict is None else self._strict
+
+    def __call__(self, *args: Any) -> Outputs:
+        """Return what the reference returns for ``args``, bit for bit.
+
+        Raises
+        ------
+        ContractViolation, KernelFailed
+            Strict sites only: this signature's kernel gives other bits, or could not be built or launched.
+        CudaContextError
+            The CUDA context is lost; nothing can be computed any more.
+        """
+        if is_dynamo_compiling():
+            # A constant to the tracer, which follows the reference from here and never sees the lines below: the
+            # graph is the one that it makes without this library. Nothing is counted, or the count would be traced.
+            return self._reference(*args)
+        if (
+            _grad_enabled()
+            or _any_autocast()
+            or _dispatch_modes()
+            or _function_modes()
+            or _functorch() is not None
+            or _jit_tracing() is not None
+            or forward_ad._current_level >= 0
+        ):
+            reason = _eager_state(args)
+            if reason is not None:
+                return self.run_eager(args, reason)
+        key = signature_key(args)
+        launcher = self._fast.get(key)
+        if launcher is None or self._pending:
+            return self._gate.answer(self, self._table, key, args)
+        try:
+            outputs = launcher(*args)
+        except Exception as error:
+            raised = error
+        else:
+            # Exact with several threads too: no bytecode of this statement lets go of the interpreter lock.
+            self.counters.fused += 1
+            return outputs
+        try:
+            return self._gate.launch_raised(self, self._table, key, args, raised)
+        finally:
+            del raised  # Its traceback holds this frame: a cycle that would keep the tensors alive.
+
+    def launch(self, launcher: Launcher, key: Key, args: tuple[Any, ...]) -> Outputs:
+        """Run a verified kernel off the fast way."""
+        try:
+            outputs = launcher(*args)
+        except Exception as error:
+            raised = error
+        else:
+            self.counters.fused += 1
+            return outputs
+        try:
+            return self._gate.launch_raised(self, self._table, key, args, raised)
+        finally:
+            del raised
+
+    def run_eager(self, args: tuple[Any, ...], reason: str) -> Outputs:
+        """Run the reference and count the call under ``reason``. What the reference raises is the caller's own."""
+        outputs = self._reference(*args)
+        self._gate.count_eager(self.counters, reason)
+        return outputs
+
+    def __repr__(self) -> str:
+        return f"<Site {self.name!r} of op {self.op.name}: {self.counters.fused} fused, {self.counters.eager} eager>"
+
+    def __copy__(self) -> Site:
+        return self._gate.site(self.name, self.op, strict=self._strict, host=self.host)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+        # A copied model is another model: it shares the verdicts and counts its own calls.
+        return self.__copy__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Kernels and verdicts belong to a process, so only the names travel.
+        return _revive, (self.name, self.op.name, self._strict, self.host)
+
+
+def _revive(name: str, op_name: str, strict: bool | None, host: bool) -> Site:
+    from samebits.gate import default_gate
+    from samebits.ops import by_name
+
+    return default_gate().site(name, by_name(op_name), strict=strict, host=host)
+
+
+def _eager_state(args: tuple[Any, ...]) -> str | None:
+    """Say which state of this thread sends a call to the reference, or return ``None``."""
+    reason = capture.interception()
+    if reason is not None:
+        return reason
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if _any_autocast():
+        for kind in dict.fromkeys(tensor.device.type for tensor in tensors):
+            if torch.is_autocast_enabled(kind):
+                return f"autocast is on for {kind}"
+    if _grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "an argument requires grad"
+    return None
