@@ -1,0 +1,179 @@
+"""From a name to a pipeline: an embedded one, a local folder, or a hub id.
+
+In two halves. :func:`find` is cheap: it reads a few small JSON files and answers what the model is and which sizes it
+can paint, so that bad input is refused within a second. :func:`load` does the work, and refuses a checkpoint that
+diffusers or transformers would fill up with random weights.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samebits import tiny
+from samebits.checkpoint import INDEX, check_folder, components, read_json
+from samebits.errors import CheckpointError, DeviceError, ModelError
+from samebits.loading.source import Source
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+
+__all__ = ["OFFLOADS", "Source", "find", "load"]
+
+OFFLOADS = ("none", "model", "group")
+"""Where the weights wait: on the device, in memory by component, in memory by layer."""
+
+_PATCH = 2
+"""Both denoisers cut the latent into patches of 2 x 2."""
+
+_TEXT_TOKENS = 1024
+"""The longest prompt that ``QwenImagePipeline`` passes on."""
+
+
+def find(model: str) -> Source:
+    """Find out what a name stands for. Reads small files only, from the disk or from the hub.
+
+    Parameters
+    ----------
+    model
+        A name of :data:`samebits.tiny.NAMES`, a folder with a ``model_index.json``, or a hub id ``owner/name``. An
+        existing folder wins over a hub id of the same spelling.
+
+    Raises
+    ------
+    ModelError
+        The name is none of these, the hub does not know it or does not answer, or the pipeline is of another class.
+    CheckpointError
+        The folder is broken.
+    """
+    if model in tiny.NAMES:
+        classes = {"tiny-qwen-image": "QwenImagePipeline", "tiny-z-image": "ZImagePipeline"}
+        return Source(model, classes[model], None, False, False, 8 * _PATCH, 512 * 8 * _PATCH)
+    path = Path(model).expanduser()
+    if path.exists():
+        if not path.is_dir():
+            raise ModelError(model=model, problem="is a file; expected a folder with a model_index.json")
+        source = _describe(model, path, hub=False, online=False)
+        check_folder(path)
+        return source
+    owner, _, name = model.partition("/")
+    if not (owner and name) or "/" in name or owner in {".", "..", "~"}:
+        names = ", ".join(tiny.NAMES)
+        problem = f"no such model. Expected {names}, a folder that exists, or a hub id such as Qwen/Qwen-Image."
+        raise ModelError(model=model, problem=problem)
+    from samebits.loading import hub
+
+    online = hub.reach(model)
+    return _describe(model, hub.small_files(model, online), hub=True, online=online)
+
+
+def load(source: Source, dtype: torch.dtype, device: torch.device, offload: str = "none") -> DiffusionPipeline:
+    """Load the pipeline that :func:`find` found, its weights in ``dtype``, ready to run on ``device``.
+
+    Parameters
+    ----------
+    offload
+        One of :data:`OFFLOADS`: everything on the device; whole components brought there one after the other; or
+        single layers, with transfers on a stream of their own.
+
+    Raises
+    ------
+    CheckpointError
+        A file is missing or broken, or the files hold not all of the weights that the configuration asks for.
+    ModelError
+        The hub went away, or a component's class is not one of diffusers or transformers.
+    DeviceError
+        Offload without a GPU to bring the weights to.
+    """
+    if offload not in OFFLOADS:
+        raise ValueError(f"expected offload to be one of {', '.join(OFFLOADS)}, got {offload!r}")
+    if offload != "none" and device.type != "cuda":
+        problem = f"offload {offload!r} moves weights between memory and a GPU, and this is none. Leave it out."
+        raise DeviceError(device=str(device), problem=problem)
+    if source.embedded:
+        pipeline = tiny.build(source.model, dtype)
+    else:
+        folder = source.folder
+        if source.hub:
+            from samebits.loading import hub
+
+            folder = hub.download(source.model, source.online)
+            check_folder(folder)
+        if folder is None:
+            raise ModelError(model=source.model, problem="has no folder; use find() to make a Source")
+        pipeline = _load_folder(folder, source, dtype)
+    if offload == "model":
+        pipeline.enable_model_cpu_offload(device=device)
+    elif offload == "group":
+        pipeline.enable_group_offload(onload_device=device, offload_type="leaf_level", use_stream=True)
+    else:
+        pipeline.to(device)
+    return pipeline
+
+
+def _describe(model: str, folder: Path, *, hub: bool, online: bool) -> Source:
+    index = read_json(folder / INDEX)
+    name = index.get("_class_name")
+    if name not in {"QwenImagePipeline", "ZImagePipeline"}:
+        problem = f"is a {name}; samebits paints with QwenImagePipeline and ZImagePipeline"
+        raise ModelError(model=model, problem=problem)
+    for part in ("vae", "transformer", "text_encoder", "tokenizer", "scheduler"):
+        if part not in components(index):
+            raise CheckpointError(path=str(folder / INDEX), problem=f"names no {part}, which a {name} needs")
+    vae, transformer = (read_json(folder / part / "config.json") for part in ("vae", "transformer"))
+    try:
+        if name == "QwenImagePipeline":
+            halvings = len(vae.get("temperal_downsample", (False, True, True)))
+            # Positions are counted from the middle in both directions, 4096 each; the text's follow the picture's.
+            patches = 2 * (4096 - _TEXT_TOKENS)
+        else:
+            halvings = len(vae.get("block_out_channels", (1, 1, 1, 1))) - 1
+            patches = min(int(length) for length in transformer.get("axes_lens", (1024, 512, 512))[1:])
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(path=str(folder), problem=f"the configuration makes no sense ({error})") from None
+    multiple = _PATCH << halvings
+    return Source(model, name, folder, hub, online, multiple, patches * multiple)
+
+
+def _load_folder(folder: Path, source: Source, dtype: torch.dtype) -> DiffusionPipeline:
+    import diffusers
+
+    loaded = {}
+    for name, (library, class_name) in components(read_json(folder / INDEX)).items():
+        if library not in {"diffusers", "transformers"}:
+            raise ModelError(model=source.model, problem=f"component {name} needs {library}.{class_name}, unknown code")
+        if name in {"vae", "text_encoder", "transformer"}:
+            cls = getattr(import_module(library), class_name, None)
+            if cls is None:
+                raise ModelError(model=source.model, problem=f"component {name}: {library} has no {class_name}")
+            loaded[name] = _load_component(cls, folder / name, dtype)
+    cls = getattr(diffusers, source.pipeline)
+    return _explained(folder, lambda: cls.from_pretrained(folder, local_files_only=True, **loaded))
+
+
+def _load_component(cls: Any, folder: Path, dtype: torch.dtype) -> Any:
+    arguments = {"dtype": dtype, "use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+    component, info = _explained(folder, lambda: cls.from_pretrained(folder, **arguments))
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        problem = f"the weights hold no {missing[0]}{more}, which {cls.__name__} needs; they would be random numbers"
+        raise CheckpointError(path=str(folder), problem=problem)
+    return component
+
+
+def _explained(folder: Path, loading: Any) -> Any:
+    """Call ``loading``; turn what it raises into one sentence that names the folder."""
+    try:
+        return loading()
+    except MemoryError:
+        raise
+    except Exception as error:
+        import torch
+
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        first = str(error).strip().split("\n")[0]
+        raise CheckpointError(path=str(folder), problem=f"cannot be loaded: {first[:400]}") from error
