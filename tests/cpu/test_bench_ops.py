@@ -324,17 +324,7 @@ def test_targets_of_host_time() -> None:
 def test_tables_are_plain_text_and_tell_what_is_wrong() -> None:
     rows = [modulate_row(4096), modulate_row(512, bits_equal=False, us_fused=None, copy_share=None, error="because")]
     lines = targets.ops_table(rows).splitlines()
-    assert lines[1].split() == [
-        "layer_norm_modulate",
-        "1x4096x3072",
-        "bfloat16",
-        "85.0",
-        "16.0",
-        "5.31x",
-        "76%",
-        "equal",
-        "1",
-    ]
+    assert " ".join(lines[1].split()) == "layer_norm_modulate 1x4096x3072 bfloat16 85.0 16.0 5.31x 76% equal 1"
     assert "DIFFERENT" in lines[2]
     assert lines[3] == "layer_norm_modulate 1x512x3072: because"
     told = targets.targets_table(targets.modulate_targets(rows))

@@ -1,0 +1,26 @@
+"""Host microseconds of a launch and of the gate. Run alone: another process on the same cores spoils them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from samebits.bench.ops import Bench, host_row, smallest
+from samebits.bench.targets import HOST_GATE_US, HOST_LAUNCH_US
+from samebits.ops import OPS, Op
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="timings need the machine for themselves"),
+]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_host_time_of_a_launch_and_of_the_gate(op: Op, device: torch.device) -> None:
+    row = host_row(op, smallest(op), Bench.on(device))
+    print(row)
+    assert row.get("error") is None
+    assert row["us_host_launch"] <= HOST_LAUNCH_US
+    assert row["us_host_gate"] <= HOST_GATE_US
