@@ -42,9 +42,10 @@ def signature_key(
             kind = type(arg)
             if kind is tensor or kind is parameter:
                 address = arg.data_ptr()
-                if not address or arg.is_neg() or arg.is_conj():
+                dtype = arg.dtype
+                if not address or arg.is_neg() or (dtype.is_complex and arg.is_conj()):
                     return None
-                key += (arg.dtype, arg.shape, arg.stride(), arg.device, address & 15)
+                key += (dtype, arg.shape, arg.stride(), arg.device, address & 15)
             elif kind is float:
                 # Equal and yet not the same: -0.0 is 0.0 to a dictionary, and a NaN is not even itself.
                 key += (float, arg if arg > 0.0 or arg < 0.0 else repr(arg))

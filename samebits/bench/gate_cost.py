@@ -1,0 +1,149 @@
+"""What a verified call costs in Python beyond its launch: the real gate, real ops' arguments, a stub for a launch.
+
+    python -m samebits.bench.gate_cost [--json] [--calls N] [--repeats N]
+
+Needs no GPU. The launch is a Python function that returns at once, so the difference between a call of the site
+and a call of that function is what the gate adds. Loops are run in turns and the least disturbed one counts, because
+on a busy machine every disturbance only ever adds time; the median is printed beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from samebits.gate import Gate
+from samebits.ops import by_name
+from samebits.ops._op import Args, Launcher, Op, Outputs
+
+BUDGET_US = 5.0
+CALLS = 1_000
+REPEATS = 300
+
+
+def calls() -> list[tuple[str, Op, Args]]:
+    """The calls that are timed: name, op with a stub for a kernel, arguments as a pipeline makes them."""
+    batch, tokens, width, heads = 2, 16, 64, 4
+    x = torch.randn(batch, tokens, width)
+    shift, scale, _gate = torch.randn(batch, 3 * width).chunk(3, dim=1)
+    index = torch.zeros(batch, tokens, dtype=torch.int64)
+    rows = torch.randn(2 * batch, 3 * width).chunk(3, dim=1)
+    q, k, _v = torch.randn(batch, tokens, 3, heads, width // heads).unbind(2)
+    weights = (Parameter(torch.ones(width // heads)), Parameter(torch.ones(width // heads)))
+    modulate, norm = stub(by_name("layer_norm_modulate")), stub(by_name("qk_norm"))
+    return [
+        ("layer_norm_modulate", modulate, (x, scale, shift, 1e-6)),
+        ("layer_norm_modulate, rows by index", modulate, (x, rows[1], rows[0], 1e-6, index)),
+        ("qk_norm", norm, (q, k, *weights, 1e-6, "diffusers")),
+    ]
+
+
+def stub(op: Op) -> Op:
+    """Return ``op`` with a kernel that gives eager's bits when it is compared and does nothing when it is called."""
+
+    def prepare(*args: Any) -> Launcher:
+        outputs = op.allocate(*args)
+        ready: Outputs = outputs[0] if isinstance(op.reference(*args), Tensor) else outputs
+
+        def launch(*args: Any, out: tuple[Tensor, ...] | None = None) -> Outputs:
+            if out is None:
+                return ready
+            results = op.reference(*args)
+            for output, result in zip(out, (results,) if isinstance(results, Tensor) else results, strict=True):
+                output.copy_(result)
+            return out[0] if isinstance(results, Tensor) else out
+
+        return launch
+
+    return dataclasses.replace(op, prepare=prepare, unsupported=lambda *args: None)
+
+
+def measure(repeats: int = REPEATS, loop: int = CALLS) -> list[dict[str, Any]]:
+    """Time every call of :func:`calls`.
+
+    Parameters
+    ----------
+    repeats : int
+        How many loops are timed.
+    loop : int
+        How many calls a loop makes.
+
+    Returns
+    -------
+    list of dict
+        ``call``, ``tensors``, ``us_best`` and ``us_median`` (microseconds that the gate adds to a launch),
+        ``us_launch`` (the stub itself), ``budget_us``, ``within_budget`` (of the best).
+
+    Raises
+    ------
+    RuntimeError
+        A call did not take the verified way, so its time would mean nothing.
+    """
+    rows = []
+    with torch.no_grad():
+        for name, op, args in calls():
+            gate = Gate(unavailable=lambda device, host: None)
+            site = gate.site(name, op)
+            site(*args)
+            launcher = op.prepare(*args)
+            with_gate, without = [], []
+            for _ in range(repeats):
+                without.append(_loop_us(launcher, args, loop))
+                with_gate.append(_loop_us(site, args, loop))
+            if site.counters.fused != repeats * loop:
+                raise RuntimeError(f"expected {repeats * loop} verified calls, got {site.counters}: {gate.verdicts()}")
+            best = min(with_gate) - min(without)
+            rows.append(
+                {
+                    "call": name,
+                    "tensors": sum(isinstance(arg, Tensor) for arg in args),
+                    "us_best": round(best, 2),
+                    "us_median": round(median(with_gate) - median(without), 2),
+                    "us_launch": round(min(without), 2),
+                    "budget_us": BUDGET_US,
+                    "within_budget": best <= BUDGET_US,
+                }
+            )
+    return rows
+
+
+def _loop_us(function: Callable[..., object], args: Args, loop: int) -> float:
+    start = time.perf_counter()
+    for _ in range(loop):
+        function(*args)
+    return (time.perf_counter() - start) / loop * 1e6
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, or with ``--json`` the rows. Returns 0; what is too slow is said, not failed on."""
+    parser = argparse.ArgumentParser(prog="python -m samebits.bench.gate_cost", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--calls", type=int, default=CALLS, help="calls in a timed loop (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="timed loops (default %(default)s)")
+    options = parser.parse_args(argv)
+    if options.calls < 1 or options.repeats < 1:
+        parser.error("--calls and --repeats must be at least 1")
+    rows = measure(options.repeats, options.calls)
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    print(f"Python cost of a verified call beyond its launch, microseconds (budget {BUDGET_US})")
+    print(f"{'call':<36}{'tensors':>8}{'best':>8}{'median':>8}  budget")
+    for row in rows:
+        kept = "kept" if row["within_budget"] else "exceeded"
+        print(f"{row['call']:<36}{row['tensors']:>8}{row['us_best']:>8.2f}{row['us_median']:>8.2f}  {kept}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
