@@ -4,12 +4,11 @@
 #pragma once
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
-#include <new>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -254,43 +253,35 @@ inline void explain_deadlock() {
 
 // ---- running a block --------------------------------------------------------------------------------------------
 
-class Stacks {  // one per OS thread, kept for the next block
+// The stacks of a block's threads, one after another. Below each lies a pattern that tells an overflow; a page that
+// faults would tell it sooner, but a process may map only some ten thousand areas.
+class Stacks {
  public:
   static constexpr size_t bytes = 128 << 10;
 
-  ~Stacks() { release(); }
-
-  unsigned char* at(size_t number) { return memory_ + number * stride_ + page_; }
-
-  bool reserve(size_t count) {
-    if (count <= count_) return true;
-    release();
-    page_ = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    stride_ = bytes + page_;
-    void* memory = mmap(nullptr, count * stride_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) return false;
-    memory_ = static_cast<unsigned char*>(memory);
-    count_ = count;
-    // A page below each stack that faults: an overflow must not run into the neighbour unseen.
-    for (size_t number = 0; number < count; ++number) mprotect(memory_ + number * stride_, page_, PROT_NONE);
-    return true;
+  explicit Stacks(size_t count) : bytes_(count * bytes) {
+    void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    memory_ = memory == MAP_FAILED ? nullptr : static_cast<unsigned char*>(memory);
+    for (size_t number = 0; memory_ && number < count; ++number) std::memcpy(at(number), pattern, sizeof pattern);
   }
+  ~Stacks() {
+    if (memory_) munmap(memory_, bytes_);
+  }
+  Stacks(const Stacks&) = delete;
+  Stacks& operator=(const Stacks&) = delete;
+
+  bool usable() const { return memory_; }
+  unsigned char* at(size_t number) { return memory_ + number * bytes; }
+  bool intact(size_t number) { return !std::memcmp(at(number), pattern, sizeof pattern); }
 
  private:
-  void release() {
-    if (memory_) munmap(memory_, count_ * stride_);
-    memory_ = nullptr;
-    count_ = 0;
-  }
-
-  unsigned char* memory_ = nullptr;
-  size_t count_ = 0, stride_ = 0, page_ = 0;
+  static constexpr char pattern[] = "the end of a stack";
+  unsigned char* memory_;
+  size_t bytes_;
 };
 
-inline thread_local Stacks stacks;
-
 // Runs all threads of `block` to their end. False, with block->error set, after a fault.
-inline bool run_block() {
+inline bool run_block(Stacks& stacks) {
   for (Fibre& fibre : block->fibres) {
     fibre.state = State::ready;
     prepare(fibre.context, stacks.at(fibre.number), Stacks::bytes, fibre_main);
@@ -316,6 +307,7 @@ inline bool run_block() {
         check_finished(fibre);
         check_barrier();
       }
+      if (!stacks.intact(number)) fail("thread %u needs more than %zu bytes of stack", number, Stacks::bytes);
       if (!block->error.empty()) return false;
     }
     if (!progress) {

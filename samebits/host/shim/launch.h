@@ -56,7 +56,8 @@ inline std::string run_blocks(const Launch& launch, std::atomic<uint64_t>& next,
   here.fibres.resize(threads);
   here.order.resize(threads);
   arrange(here.order, launch.order);
-  if (!stacks.reserve(threads)) return "no memory for the stacks of a block's threads";
+  Stacks stacks(threads);
+  if (!stacks.usable()) return "no memory for the stacks of a block's threads";
   for (uint32_t number = 0; number < threads; ++number) {
     here.fibres[number].number = number;
     here.fibres[number].index = {number % launch.block.x, number / launch.block.x % launch.block.y,
@@ -72,7 +73,7 @@ inline std::string run_blocks(const Launch& launch, std::atomic<uint64_t>& next,
       std::memset(shared.memory, shared_poison, launch.shared_bytes);
       std::memset(shared.memory + launch.shared_bytes, shared_guard, shared_guard_bytes);
     }
-    bool good = run_block();
+    bool good = run_block(stacks);
     for (size_t at = 0; good && shared.memory && at < shared_guard_bytes; ++at) {
       if (shared.memory[launch.shared_bytes + at] == shared_guard) continue;
       fail("byte %zu of dynamic shared memory was written, but a block has only %u", launch.shared_bytes + at,
