@@ -55,6 +55,13 @@ def _modulate(
     return line.site(x, scale, shift, norm.eps, index), gate
 
 
+def _why_not_modulate(block: Any) -> str | None:
+    """Why the block's own modulation is not the class's: a sentence, or ``None``."""
+    if "_modulate" in block.__dict__:
+        return "the block's _modulate was replaced on the instance, which wins over ours"
+    return None
+
+
 def _write_block(block: Any, original: Function, lines: Mapping[str, Line]) -> Function:
     img_norm1, img_norm2 = lines["img_norm1"], lines["img_norm2"]
     txt_norm1, txt_norm2 = lines["txt_norm1"], lines["txt_norm2"]
@@ -68,9 +75,10 @@ def _write_block(block: Any, original: Function, lines: Mapping[str, Line]) -> F
         joint_attention_kwargs: dict[str, Any] | None = None,
         modulate_index: torch.Tensor | None = None,
     ) -> Any:
-        if "_modulate" in block.__dict__:  # set on the instance after us: it wins
+        replaced = _why_not_modulate(block)
+        if replaced is not None:
             for line in lines.values():
-                line.declined["its _modulate was replaced on the instance, which wins over ours"] += 1
+                line.declined[replaced] += 1
             return original(
                 hidden_states,
                 encoder_hidden_states,
@@ -111,7 +119,7 @@ def _write_block(block: Any, original: Function, lines: Mapping[str, Line]) -> F
         return encoder_hidden_states, hidden_states
 
     for name, line in lines.items():
-        line.watch = lambda name=name: why_not_layer_norm(name, getattr(block, name))
+        line.watch = lambda name=name: _why_not_modulate(block) or why_not_layer_norm(name, getattr(block, name))
     return forward
 
 

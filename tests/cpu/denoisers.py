@@ -123,10 +123,10 @@ def check_same_bits(actual: Sequence[torch.Tensor], expected: Sequence[torch.Ten
     assert not same_bits(actual, moved)
 
 
-def one_ulp_up(tensor: torch.Tensor) -> None:
-    """Move the last element of a contiguous tensor away from zero by one unit in the last place."""
+def one_ulp_up(tensor: torch.Tensor, index: int = -1) -> None:
+    """Move one element of a contiguous tensor away from zero by one unit in the last place."""
     integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    tensor.view(-1).view(integers)[-1] += 1
+    tensor.view(-1).view(integers)[index] += 1
 
 
 Kernel = Callable[..., Any]
@@ -135,15 +135,15 @@ Kernel = Callable[..., Any]
 class KernelGate(Gate):
     """A real gate, on any device, whose kernels are Python: each computes its op's reference.
 
-    Parameters
+    Attributes
     ----------
-    spoil : callable, optional
+    spoil : callable or None
         ``spoil(op_name, outputs)`` may write to the outputs of a kernel once its signature is verified.
     """
 
-    def __init__(self, spoil: Callable[[str, Sequence[torch.Tensor]], None] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(unavailable=lambda device, host: None)
-        self.spoil = spoil
+        self.spoil: Callable[[str, Sequence[torch.Tensor]], None] | None = None
         self.ops: dict[str, Op] = {}
 
     def site(self, name: str, op: Op, **options: Any) -> Any:

@@ -1,0 +1,476 @@
+"""The forwards that a family writes anew give diffusers' bits, with kernels and without, in every form a call takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from denoisers import (
+    DTYPES,
+    KernelGate,
+    check_same_bits,
+    eager_calls,
+    flat,
+    fused_calls,
+    one_ulp_up,
+    qwen,
+    qwen_inputs,
+    run,
+    same_bits,
+    z_image,
+    z_image_inputs,
+)
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.attention_processor import Attention
+from diffusers.models.normalization import AdaLayerNormContinuous, RMSNorm
+from diffusers.models.transformers import transformer_qwenimage, transformer_z_image
+from torch import nn
+
+from samebits.apply import apply
+from samebits.gate import Gate
+from samebits.models import FAMILIES, family_of
+from samebits.models._family import Source
+
+QWEN_SITES = 2 * 6 + 2
+Z_IMAGE_SITES = 2 + 5 * 5
+
+QWEN_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "batch 1": ({}, {"batch": 1, "mask": False}),
+    "masked batch": ({}, {}),
+    "edit": ({"zero_cond_t": True}, {"edit": True}),
+    "edit, batch 1": ({"zero_cond_t": True}, {"edit": True, "batch": 1, "mask": False}),
+    "layered": ({"use_layer3d_rope": True, "use_additional_t_cond": True}, {"edit": True}),
+}
+
+
+def qwen_form(name: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    config, form = QWEN_FORMS[name]
+    inputs = qwen_inputs(dtype, **form)
+    if config.get("use_additional_t_cond"):
+        inputs["additional_t_cond"] = torch.tensor([0, 1])
+    return qwen(dtype, **config), inputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", QWEN_FORMS)
+def test_qwen_image_equals_diffusers(form: str, dtype: torch.dtype) -> None:
+    model, inputs = qwen_form(form, dtype)
+    expected = run(model, inputs)
+    with apply(model, gate=Gate()) as handle:
+        check_same_bits(run(model, inputs), expected)
+        assert eager_calls(handle) == QWEN_SITES
+    with apply(model, gate=KernelGate()) as handle:
+        check_same_bits(run(model, inputs), expected)
+        check_same_bits(run(model, inputs), expected)
+        assert fused_calls(handle) > QWEN_SITES
+        assert fused_calls(handle) + eager_calls(handle) == 2 * QWEN_SITES
+    check_same_bits(run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("omni", [False, True], ids=["text to image", "omni"])
+def test_z_image_equals_diffusers(omni: bool, dtype: torch.dtype) -> None:
+    model, inputs = z_image(dtype), z_image_inputs(dtype, omni=omni)
+    sites = Z_IMAGE_SITES if omni else Z_IMAGE_SITES - 6  # without a picture the SigLIP parts stand idle
+    expected = run(model, inputs)
+    with apply(model, gate=Gate()) as handle:
+        check_same_bits(run(model, inputs), expected)
+        assert eager_calls(handle) == sites
+    with apply(model, gate=KernelGate()) as handle:
+        check_same_bits(run(model, inputs), expected)
+        check_same_bits(run(model, inputs), expected)
+        assert fused_calls(handle) > sites
+        assert fused_calls(handle) + eager_calls(handle) == 2 * sites
+    check_same_bits(run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("op", ["layer_norm_modulate", "qk_norm", "rms_norm_scale"])
+@pytest.mark.parametrize("build", [(qwen, qwen_inputs), (z_image, z_image_inputs)], ids=["qwen", "z-image"])
+def test_every_op_is_on_the_way_to_the_picture(build: tuple[Any, Any], op: str) -> None:
+    """The negative control: a kernel that turns one ulp wrong after its verdict changes the output."""
+    model, inputs = build[0](), build[1]()
+    expected = run(model, inputs)
+
+    def spoil(name: str, outputs: Any) -> None:
+        if name == op:
+            for output in outputs:
+                one_ulp_up(output, 0)  # the last token may be masked
+
+    gate = KernelGate()
+    with apply(model, gate=gate) as handle:
+        check_same_bits(run(model, inputs), expected)
+        gate.spoil = spoil
+        present = op in {line.op for line in handle.sites}
+        assert same_bits(run(model, inputs), expected) != present
+    assert present or (build[0] is z_image and op == "layer_norm_modulate")
+
+
+@pytest.mark.parametrize("edit", [False, True])
+def test_gates_of_the_qwen_modulation_reach_the_residual(edit: bool) -> None:
+    """A block alone, so that an error in one of the six modulation vectors cannot hide in what follows."""
+    model = qwen(torch.bfloat16, zero_cond_t=edit)
+    block = model.transformer_blocks[0]
+    generator = torch.Generator().manual_seed(3)
+    arguments: dict[str, Any] = {
+        "hidden_states": torch.randn(2, 9, 64, generator=generator).bfloat16(),
+        "encoder_hidden_states": torch.randn(2, 5, 64, generator=generator).bfloat16(),
+        "encoder_hidden_states_mask": None,
+        "temb": torch.randn(4 if edit else 2, 64, generator=generator).bfloat16(),
+        "modulate_index": torch.arange(18).reshape(2, 9) % 2 if edit else None,
+    }
+    with torch.no_grad():
+        expected = block(**arguments)
+        positional = block(*list(arguments.values())[:4], None, None, arguments["modulate_index"])
+        with apply(model, gate=KernelGate()):
+            check_same_bits(block(**arguments), expected)
+            check_same_bits(block(**arguments), expected)
+            check_same_bits(block(*list(arguments.values())[:4], None, None, arguments["modulate_index"]), positional)
+
+
+def test_fp16_overflow_is_clipped_as_diffusers_clips_it() -> None:
+    model = qwen(torch.float16)
+    block = model.transformer_blocks[1]
+    with torch.no_grad():
+        block.img_mod[1].weight.zero_()
+        block.img_mod[1].bias[5 * 64 :] = 2.0  # the second gate
+        block.img_mlp.net[2].bias.fill_(3.0e4)
+        generator = torch.Generator().manual_seed(5)
+        hidden = 5.0e4 * (torch.rand(1, 4, 64, generator=generator) - 0.5).half()
+        arguments = {
+            "hidden_states": hidden,
+            "encoder_hidden_states": hidden[:, :2] / 16,
+            "encoder_hidden_states_mask": None,
+            "temb": torch.linspace(-1, 1, 64, dtype=torch.float16)[None],
+        }
+        text, picture = block(**arguments)
+        assert (picture == 65504).any()
+        with apply(model, gate=KernelGate()):
+            for _ in range(2):
+                check_same_bits(block(**arguments), (text, picture))
+
+
+@pytest.mark.parametrize("build", [(qwen, qwen_inputs), (z_image, z_image_inputs)], ids=["qwen", "z-image"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_runs_the_reference(build: tuple[Any, Any], dtype: torch.dtype) -> None:
+    model, inputs = build[0](), build[1]()
+    with torch.autocast("cpu", dtype=dtype):
+        expected = run(model, inputs)
+    outside = run(model, inputs)
+    assert not same_bits(outside, expected)
+    with apply(model, gate=KernelGate()) as handle:
+        with torch.autocast("cpu", dtype=dtype):
+            check_same_bits(run(model, inputs), expected)
+            check_same_bits(run(model, inputs), expected)
+        assert fused_calls(handle) == 0
+        run(model, inputs)
+        check_same_bits(run(model, inputs), outside)
+        assert fused_calls(handle) > 0
+
+
+def test_inference_mode_fuses() -> None:
+    model, inputs = qwen(), qwen_inputs()
+    expected = run(model, inputs)
+    with apply(model, gate=KernelGate()) as handle, torch.inference_mode():
+        for _ in range(2):
+            check_same_bits(tuple(t.clone() for t in flat(model(**inputs))), expected)
+        assert fused_calls(handle) >= QWEN_SITES
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("build", [(qwen, qwen_inputs), (z_image, z_image_inputs)], ids=["qwen", "z-image"])
+def test_training_gives_eager_gradients(build: tuple[Any, Any], checkpointing: bool) -> None:
+    def gradients(model: Any) -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        sum(output.square().sum() for output in flat(model(**inputs))).backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    model, inputs = build[0]().requires_grad_(True), build[1]()
+    if checkpointing:
+        model.train()
+        model.enable_gradient_checkpointing()
+    expected = gradients(model)
+    with apply(model, gate=KernelGate()) as handle:
+        check_same_bits(gradients(model), expected)
+        assert fused_calls(handle) == 0
+        assert eager_calls(handle) > 0
+
+
+# What keeps diffusers' own lines, and why.
+
+
+def reasons(handle: Any, site: str) -> dict[str, int]:
+    (row,) = [row for row in handle.report().rows if row.site == site]
+    return dict(row.reasons)
+
+
+def change_img_norm(model: Any) -> None:
+    model.transformer_blocks[0].img_norm1 = nn.LayerNorm(64)
+
+
+def change_img_norm_type(model: Any) -> None:
+    class Mine(nn.LayerNorm):
+        pass
+
+    model.transformer_blocks[0].img_norm1 = Mine(64, elementwise_affine=False)
+
+
+def hook_img_norm(model: Any) -> None:
+    model.transformer_blocks[0].img_norm1.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def replace_img_norm_forward(model: Any) -> None:
+    model.transformer_blocks[0].img_norm1.forward = lambda x: x * 3
+
+
+def replace_modulate(model: Any) -> None:
+    model.transformer_blocks[0]._modulate = lambda x, mod, index=None: (x, mod[:, None, :64])
+
+
+def drop_norm_q(model: Any) -> None:
+    model.transformer_blocks[0].attn.norm_q = None
+
+
+def change_eps_of_norm_k(model: Any) -> None:
+    model.transformer_blocks[0].attn.norm_k.eps = 1e-3
+
+
+def layer_norm_on_q(model: Any) -> None:
+    model.transformer_blocks[0].attn.norm_q = nn.LayerNorm(32)
+
+
+def bias_on_norm_q(model: Any) -> None:
+    norm = model.transformer_blocks[0].attn.norm_q = RMSNorm(32, 1e-6, bias=True)
+    nn.init.normal_(norm.bias)
+
+
+def no_weight_on_txt_norm(model: Any) -> None:
+    model.txt_norm.weight = None
+
+
+def rms_norm_in_norm_out(model: Any) -> None:
+    model.norm_out.norm = RMSNorm(64, 1e-6, elementwise_affine=False)
+
+
+class MyProcessor(transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0):
+    """A user's own attention: text and picture swap places."""
+
+    def __call__(self, attn: Any, hidden_states: Any, **kwargs: Any) -> Any:
+        """Answer with something that is not diffusers' attention."""
+        picture, text = super().__call__(attn, hidden_states, **kwargs)
+        return picture * 2, text * 3
+
+
+def set_processor(model: Any) -> None:
+    model.transformer_blocks[0].attn.set_processor(MyProcessor())
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], str, str]] = {
+    "LayerNorm with weight": (change_img_norm, "transformer_blocks.0.img_norm1", "has a weight or a bias"),
+    "LayerNorm subclass": (change_img_norm_type, "transformer_blocks.0.img_norm1", "is a Mine"),
+    "hook on a norm": (hook_img_norm, "transformer_blocks.0.img_norm1", "carries a hook"),
+    "forward of a norm": (replace_img_norm_forward, "transformer_blocks.0.img_norm1", "a forward of its own"),
+    "_modulate": (replace_modulate, "transformer_blocks.0.txt_norm2", "_modulate was replaced"),
+    "no query norm": (drop_norm_q, "transformer_blocks.0.attn.img_qk", "there is no norm_q"),
+    "unlike eps": (change_eps_of_norm_k, "transformer_blocks.0.attn.img_qk", "different eps"),
+    "LayerNorm on q": (layer_norm_on_q, "transformer_blocks.0.attn.img_qk", "norm_q is a LayerNorm"),
+    "bias on q": (bias_on_norm_q, "transformer_blocks.0.attn.img_qk", "norm_q has a bias"),
+    "no weight": (no_weight_on_txt_norm, "txt_norm", "has no weight"),
+    "RMSNorm in norm_out": (rms_norm_in_norm_out, "norm_out", "norm is a RMSNorm"),
+    "processor": (set_processor, "transformer_blocks.0.attn.img_qk", "MyProcessor, which wins over ours"),
+}
+
+
+@pytest.mark.parametrize("first", ["change", "apply"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_not_as_the_op_expects_stays_eager(name: str, first: str) -> None:
+    """Whether the user changed it before or after: the picture is theirs, only that site is eager, and it says why."""
+    change, site, sentence = CHANGES[name]
+    torch.manual_seed(0)
+    model, inputs = qwen(), qwen_inputs()
+    untouched = run(model, inputs)
+    if first == "change":
+        change(model)
+        handle = apply(model, gate=KernelGate())
+        assert any(sentence in reason for reason in reasons(handle, site))  # known before the first call
+    else:
+        handle = apply(model, gate=KernelGate())
+        run(model, inputs)
+        change(model)
+    for _ in range(2):
+        answer = run(model, inputs)
+    told = [calls for reason, calls in reasons(handle, site).items() if sentence in reason]
+    assert told == [2]
+    others = [row for row in handle.report().rows if row.site.startswith("transformer_blocks.1")]
+    assert all(row.fused for row in others)
+    handle.remove()
+    expected = run(model, inputs)
+    check_same_bits(answer, expected)
+    assert not same_bits(untouched, expected)
+
+
+def test_processor_set_later_wins_and_remove_leaves_it() -> None:
+    model, inputs = qwen(), qwen_inputs()
+    handle = apply(model, gate=KernelGate())
+    mine = MyProcessor()
+    model.set_attn_processor(mine)
+    theirs = run(model, inputs)
+    handle.remove()
+    assert model.transformer_blocks[0].attn.processor is mine
+    check_same_bits(run(model, inputs), theirs)
+
+
+def test_arguments_that_the_attention_does_not_take_get_diffusers_answer() -> None:
+    model, inputs = qwen(), qwen_inputs()
+    inputs["attention_kwargs"] = {"attention_mask": torch.ones(1)}
+    with pytest.raises(ValueError, match="does not accept an external attention_mask"):
+        run(model, inputs)
+    with apply(model, gate=KernelGate()) as handle:
+        with pytest.raises(ValueError, match="does not accept an external attention_mask"):
+            run(model, inputs)
+        assert any("arguments" in why for why in reasons(handle, "transformer_blocks.0.attn.img_qk"))
+    unknown = {"attention_kwargs": {"something": 1}}
+    inputs = qwen_inputs()
+    expected = run(model, inputs)
+    with apply(model, gate=KernelGate()):
+        check_same_bits(run(model, inputs | unknown), expected)
+
+
+@pytest.mark.parametrize("build", [(qwen, qwen_inputs), (z_image, z_image_inputs)], ids=["qwen", "z-image"])
+def test_attention_backend_and_parallel_config_reach_the_attention(
+    build: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    module = transformer_qwenimage if build[0] is qwen else transformer_z_image
+    dispatch = module.dispatch_attention_fn
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        seen.append((kwargs["backend"], kwargs.pop("parallel_config")))
+        return dispatch(*args, **kwargs)
+
+    monkeypatch.setattr(module, "dispatch_attention_fn", watch)
+    # Choosing a backend also makes it the process's default, and nothing of diffusers undoes that.
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
+    model, inputs = build[0](), build[1]()
+    expected = run(model, inputs)
+    without_us = seen.copy()
+    assert {backend for backend, _ in seen} == {None}
+    with apply(model, gate=KernelGate()):
+        model.set_attention_backend("_native_math")
+        for attention in (m for m in model.modules() if isinstance(m, Attention)):
+            attention.processor._parallel_config = "the configuration"
+        seen.clear()
+        run(model, inputs)
+        assert len(seen) == len(without_us)
+        assert {(str(backend.value), config) for backend, config in seen} == {("_native_math", "the configuration")}
+        for attention in (m for m in model.modules() if isinstance(m, Attention)):
+            attention.processor._parallel_config = None
+        answer = run(model, inputs)
+    check_same_bits(run(model, inputs), answer)
+    monkeypatch.undo()
+    model.reset_attention_backend()
+    check_same_bits(run(model, inputs), expected)
+
+
+def test_fused_projections_change_nothing_that_these_processors_read() -> None:
+    """diffusers' processors of both families go on reading to_q, to_k and to_v; so do the forwards written anew."""
+    for build, arguments in ((qwen, qwen_inputs), (z_image, z_image_inputs)):
+        model, inputs = build(), arguments()
+        expected = run(model, inputs)
+        with apply(model, gate=KernelGate()):
+            run(model, inputs)
+            for attention in (m for m in model.modules() if isinstance(m, Attention)):
+                attention.fuse_projections()
+            check_same_bits(run(model, inputs), expected)
+        check_same_bits(run(model, inputs), expected)
+    model = qwen()
+    with apply(model, gate=KernelGate()):
+        model.fuse_qkv_projections()
+        model.unfuse_qkv_projections()
+
+
+# Known source only.
+
+
+def test_sources_of_the_installed_diffusers_are_known() -> None:
+    for family in FAMILIES:
+        model = {"qwen-image": qwen, "z-image": z_image}[family.name]()
+        assert family_of(model) is family
+        obstacles = {path: replacement.obstacle(module) for path, module, replacement in family.places(model)}
+        assert len(obstacles) > 4
+        assert set(obstacles.values()) == {None}
+
+
+SOURCES = [
+    (transformer_qwenimage.QwenImageTransformerBlock, "forward", qwen, 8),
+    (transformer_qwenimage.QwenImageTransformerBlock, "_modulate", qwen, 8),
+    (transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0, "__call__", qwen, 4),
+    (AdaLayerNormContinuous, "forward", qwen, 1),
+    (nn.LayerNorm, "forward", qwen, 9),
+    (RMSNorm, "forward", qwen, 5),
+    (Attention, "forward", qwen, 4),
+    (transformer_z_image.ZImageTransformerBlock, "forward", z_image, 6),
+    (transformer_z_image.ZSingleStreamAttnProcessor, "__call__", z_image, 5),
+    (RMSNorm, "forward", z_image, Z_IMAGE_SITES),
+    (Attention, "forward", z_image, 5),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "build", "sites"), SOURCES, ids=[f"{o.__name__}.{n}-{b.__name__}" for o, n, b, _ in SOURCES]
+)
+def test_a_function_with_another_source_is_left_alone(
+    owner: type, name: str, build: Any, sites: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that poses as the original through functools.wraps."""
+    import functools
+
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, changed)
+    model = build()
+    with apply(model, gate=KernelGate()) as handle:
+        left = [line for line in handle.sites if line.site is None]
+        assert len(left) == sites
+        assert all(owner.__name__ in (line.why_eager or "") for line in left)
+        inputs = qwen_inputs() if build is qwen else z_image_inputs()
+        answer = run(model, inputs)
+    check_same_bits(answer, run(model, inputs))
+
+
+def test_source_that_cannot_be_read_is_unknown() -> None:
+    namespace: dict[str, Any] = {}
+    exec("class Typed:\n    def forward(self):\n        return 1\n", namespace)
+    known = Source(namespace["Typed"], "forward", frozenset({"0" * 64}))
+    assert "Typed.forward is not the one" in (known.obstacle() or "")
+    assert Source(namespace["Typed"], "nothing", frozenset()).obstacle() is not None
+
+
+def test_a_subclass_of_a_block_stays_eager() -> None:
+    class MyBlock(transformer_qwenimage.QwenImageTransformerBlock):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            text, picture = super().forward(*args, **kwargs)
+            return text * 2, picture * 2
+
+    model, inputs = qwen(), qwen_inputs()
+    model.transformer_blocks[1].__class__ = MyBlock
+    expected = run(model, inputs)
+    with apply(model, gate=KernelGate()) as handle:
+        for _ in range(2):
+            check_same_bits(run(model, inputs), expected)
+        assert "its class is MyBlock" in "".join(reasons(handle, "transformer_blocks.1.img_norm1"))
+        (row,) = [row for row in handle.report().rows if row.site == "transformer_blocks.1.attn.img_qk"]
+        assert row.fused  # its attention is still the exact class
+
+
+def test_torch_npu_has_another_rms_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from samebits.models import _family
+
+    monkeypatch.setattr(_family, "is_torch_npu_available", lambda: True)
+    with apply(qwen(), gate=KernelGate()) as handle:
+        assert all("torch_npu" in (line.why_eager or "") for line in handle.sites)
