@@ -61,17 +61,46 @@ template <class E, int N> struct alignas(sizeof(E) * N) Vector {
   Pair<E> pair[N / 2];
 };
 
-template <class E, int N> __device__ __forceinline__ Vector<E, N> load(const E* p) { return *reinterpret_cast<const Vector<E, N>*>(p); }
-template <class E, int N> __device__ __forceinline__ void store(E* p, const Vector<E, N>& v) { *reinterpret_cast<Vector<E, N>*>(p) = v; }
+// The words that one memory instruction moves. Copying a Vector member by member would make an instruction a pair.
+template <int BYTES> struct WordsOf;
+template <> struct WordsOf<4> { using type = unsigned; };
+template <> struct WordsOf<8> { using type = uint2; };
+template <> struct WordsOf<16> { using type = uint4; };
+template <class V> using Words = typename WordsOf<sizeof(V)>::type;
 
-// Makes the compiler forget what it derived from a packed vector. Without it the fp32 values of the first pass over a row
-// stay alive until the second, which costs twice the registers of the packed row. No instruction is emitted.
-template <class E, int N> __device__ __forceinline__ void forget_widened(Vector<E, N>& v) {
+template <class V> __device__ __forceinline__ V load_vector(const V* p) {
+  V v;
+  *reinterpret_cast<Words<V>*>(&v) = *reinterpret_cast<const Words<V>*>(p);
+  return v;
+}
+template <class V> __device__ __forceinline__ void store_vector(V* p, const V& v) {
+  *reinterpret_cast<Words<V>*>(p) = *reinterpret_cast<const Words<V>*>(&v);
+}
+template <class E, int N> __device__ __forceinline__ Vector<E, N> load(const E* p) { return load_vector(reinterpret_cast<const Vector<E, N>*>(p)); }
+template <class E, int N> __device__ __forceinline__ void store(E* p, const Vector<E, N>& v) { store_vector(reinterpret_cast<Vector<E, N>*>(p), v); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows in shared memory. A row is read twice, for its statistics and for its result, and the two want different shapes:
+// the first follows ATen's threads, the second the widest memory instruction. Copied there without passing through a
+// register, every row that a multiprocessor owns can be in flight at once.
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Start copying N elements, 8 or 16 bytes, from global to shared memory.
+template <class E, int N> __device__ __forceinline__ void copy_async(E* shared, const E* global) {
 #ifdef __CUDA_ARCH__
-  if (sizeof(Pair<E>) == 4) {
-#pragma unroll
-    for (int k = 0; k < N / 2; k++) asm volatile("" : "+r"(*reinterpret_cast<unsigned*>(&v.pair[k])));
-  }
+  constexpr int BYTES = N * sizeof(E);
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(BYTES) : "memory");
+#else
+  store<E, N>(shared, load<E, N>(global));
+#endif
+}
+
+// Wait until this thread's own copies have arrived; another thread's need a barrier after it.
+__device__ __forceinline__ void wait_for_copies() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
@@ -95,11 +124,11 @@ __device__ __forceinline__ void welford_push(Welford& w, float x, float reciproc
 // Two partial results become one. `lower` is the thread that keeps the result, `upper` the one it takes in; the
 // formula is not symmetric in them. Counts are whole numbers in fp32, as in ATen.
 __device__ __forceinline__ Welford welford_combine(Welford lower, Welford upper, float n_lower, float n_upper) {
-  const float n = __fadd_rn(n_lower, n_upper);
+  // Plain operators, so that the compiler folds them where the counts are constants (it never folds the intrinsics).
+  const float n = n_lower + n_upper;
   if (n == 0.0f) return Welford{0.0f, 0.0f};
-  const float reciprocal = 1.0f / n;  // correctly rounded division; a constant where the counts are constants
-  const float weight_upper = __fmul_rn(n_upper, reciprocal);
-  const float weight_lower = __fmul_rn(n_lower, reciprocal);
+  const float reciprocal = 1.0f / n;  // a correctly rounded division
+  const float weight_upper = n_upper * reciprocal, weight_lower = n_lower * reciprocal;
   const float delta = __fsub_rn(lower.mean, upper.mean);
   const float spread = __fmul_rn(__fmul_rn(delta, delta), n_upper);
   return Welford{__fmaf_rn(weight_upper, upper.mean, __fmul_rn(weight_lower, lower.mean)),

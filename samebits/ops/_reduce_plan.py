@@ -8,9 +8,8 @@ Read in the headers of torch 2.11 to 2.14 (``torch/include/ATen/native/cuda/Redu
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
-
-import torch
 
 _MAX_THREADS = 512
 _WARP = 32
@@ -79,5 +78,9 @@ def mean_factor(rows: int, width: int) -> float:
     ``ReduceMomentKernel.cu`` divides the number of outputs by the number of inputs, both converted to fp32, so from
     2**24 elements on it is not always the fp32 number nearest to ``1 / width``.
     """
-    outputs, inputs = torch.tensor([rows, rows * width], dtype=torch.int64).to(torch.float32)
-    return float(outputs / inputs)
+
+    def fp32(x: float) -> float:
+        return ctypes.c_float(x).value
+
+    # A quotient of two fp32 numbers rounded to fp64 and then to fp32 equals the one rounded once (53 >= 2 * 24 + 2).
+    return fp32(fp32(rows) / fp32(rows * width))

@@ -18,7 +18,6 @@ from samebits.ops._op import Args, Case, Launcher, Op, Variant
 
 SOURCE = HERE / "layer_norm_modulate.cu"
 MAX_WIDTH = 16384
-_FAST_WIDTH = 5120  # above, a row no longer fits one warp's registers
 _MAX_GRID_Y = 65535
 
 
@@ -89,17 +88,6 @@ def unsupported(
     return None
 
 
-def _takes_warp_per_row(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> bool:
-    width = x.shape[-1]
-    whole_steps = width % 512 == 0 and width <= _FAST_WIDTH
-    return x.element_size() == 2 and whole_steps and all(aligned(t, 8) for t in (x, scale, shift))
-
-
-def _warp_plan(width: int) -> tuple[int, int]:
-    """Rows a block and blocks a multiprocessor: as many warps as the registers of one row allow without a spill."""
-    return (8, 3) if width <= 3584 else (8, 2)
-
-
 def prepare(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float, index: torch.Tensor | None = None
 ) -> Launcher:
@@ -108,18 +96,10 @@ def prepare(
     constants: dict[str, int | str] = {"ELEMENT": CTYPES[x.dtype], "WIDTH": width}
     if index is not None:
         constants["INDEX"] = CTYPES[index.dtype]
-    if _takes_warp_per_row(x, scale, shift):
-        rows_per_block, blocks_per_sm = _warp_plan(width)
-        constants |= {"ROWS_PER_BLOCK": rows_per_block, "BLOCKS_PER_SM": blocks_per_sm}
-        blocks = min(-(-tokens // rows_per_block), jit.multiprocessors(x.device) * blocks_per_sm)
-        name, grid, block = "row_per_warp", (blocks, batch, 1), (32, rows_per_block, 1)
-        shared_bytes = 2 * width * x.element_size() * (2 if index is not None else 1)
-    else:
-        name, grid, block, shared_bytes = "row_per_block", (tokens, batch, 1), (32, 4, 1), 0
-    bound = jit.compile(SOURCE, name, constants, x.device).bind(
-        grid,
-        block,
-        shared_bytes,
+    bound = jit.compile(SOURCE, "layer_norm_modulate", constants, x.device).bind(
+        (tokens, batch, 1),
+        (32, 4, 1),
+        0,
         tokens=tokens,
         x_batch_stride=x.stride(0),
         x_token_stride=x.stride(1),
@@ -206,12 +186,11 @@ CASES = (
     *(_case(64, 3072, _HALF, amplitude=amplitude) for amplitude in (1e-3, 40.0, 200.0)),
 )
 
-_FAST: dict[str, int | str] = {"ROWS_PER_BLOCK": 8, "BLOCKS_PER_SM": 2}
 COMPILE_VARIANTS: tuple[Variant, ...] = (
-    ("row_per_warp", {"ELEMENT": "__nv_bfloat16", "WIDTH": 3072, **_FAST}, True),
-    ("row_per_warp", {"ELEMENT": "__half", "WIDTH": 4096, "INDEX": "int", **_FAST}, True),
-    ("row_per_block", {"ELEMENT": "float", "WIDTH": 3072}, True),
-    ("row_per_block", {"ELEMENT": "__nv_bfloat16", "WIDTH": 3844, "INDEX": "long long"}, True),
+    ("layer_norm_modulate", {"ELEMENT": "__nv_bfloat16", "WIDTH": 3072}, True),
+    ("layer_norm_modulate", {"ELEMENT": "__half", "WIDTH": 4096, "INDEX": "int"}, True),
+    ("layer_norm_modulate", {"ELEMENT": "float", "WIDTH": 16384}, True),
+    ("layer_norm_modulate", {"ELEMENT": "__nv_bfloat16", "WIDTH": 3844, "INDEX": "long long"}, True),
 )
 """Kernel, constants, and whether an FMA is owed (Welford's updates are FMAs in ATen's own machine code)."""
 

@@ -120,7 +120,7 @@ heads_of_128(const Element* __restrict__ q, const Element* __restrict__ k, const
     const float r = reciprocal_root(sum_of_squares(v[i]), t.mean_factor, eps);
     if (row >= t.rows) continue;
     Weight* out = t.y + (long long)row * HEAD_DIM + lane * 8;
-    if (sizeof(Weight) == 2) {
+    if constexpr (sizeof(Weight) == 2) {
       Vector<Weight, 8> o;
 #pragma unroll
       for (int j = 0; j < 4; j++) o.pair[j] = weigh(widen(v[i].pair[j]), r, w[j / 2].pair[j % 2]);

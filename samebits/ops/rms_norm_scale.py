@@ -20,7 +20,6 @@ from samebits.ops.qk_norm import rms_norm
 
 SOURCE = HERE / "rms_norm_scale.cu"
 MIN_WIDTH, MAX_WIDTH = 128, 16384
-_WARP_ROWS = 8  # rows a block where a warp does one
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -94,19 +93,19 @@ def prepare(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, e
         tokens = x.shape[1]
         sample_stride, token_stride = x.stride(0), x.stride(1)
         scale_strides = (scale.stride(0) if scale.shape[0] > 1 else 0, scale.stride(1) if scale.shape[1] > 1 else 0)
-    rows_per_block = _WARP_ROWS if plan.columns * plan.groups == 32 else 1
+    wide = 8 if x.element_size() == 2 and all(t is None or aligned(t, 8) for t in (x, weight, scale)) else 4
     constants: dict[str, int | str] = {
         "ELEMENT": CTYPES[x.dtype],
         "WIDTH": width,
         "COLUMNS": plan.columns,
         "GROUPS": plan.groups,
-        "ROWS_PER_BLOCK": rows_per_block,
+        "WIDE": wide if width % wide == 0 else 4,
         "HAS_SCALE": int(scale is not None),
     }
     bound = jit.compile(SOURCE, "rms_norm_scale", constants, x.device).bind(
-        (-(-rows // rows_per_block), 1, 1),
-        (plan.columns, plan.groups, rows_per_block),
-        rows=rows,
+        (rows, 1, 1),
+        (plan.columns, plan.groups, 1),
+        width * x.element_size(),
         tokens=tokens,
         x_sample_stride=sample_stride,
         x_token_stride=token_stride,
@@ -185,9 +184,9 @@ CASES = (
 
 
 def _variant(element: str, width: int, columns: int, groups: int, has_scale: int) -> Variant:
-    rows_per_block = _WARP_ROWS if columns * groups == 32 else 1
     constants: dict[str, int | str] = {"ELEMENT": element, "WIDTH": width, "COLUMNS": columns, "GROUPS": groups}
-    return "rms_norm_scale", constants | {"ROWS_PER_BLOCK": rows_per_block, "HAS_SCALE": has_scale}, False
+    wide = 4 if element == "float" else 8
+    return "rms_norm_scale", constants | {"WIDE": wide, "HAS_SCALE": has_scale}, False
 
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (
