@@ -28,6 +28,11 @@ def fill_right(args: Args, outputs: tuple[Tensor, ...]) -> None:
     outputs[0].copy_(chain(*args))
 
 
+def fill_zeros(args: Args, outputs: tuple[Tensor, ...]) -> None:
+    """What a wrong kernel does."""
+    outputs[0].zero_()
+
+
 class FakeKernel:
     """A kernel made of Python, and everything that ever happened to it.
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from gate_fakes import FakeKernel, chain, fill_right, inputs, make_gate, only
+from gate_fakes import FakeKernel, chain, fill_right, fill_zeros, inputs, make_gate, only
 from torch import Tensor
 
 from samebits.bits import compare

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from gate_fakes import FakeKernel, chain, fill_right, inputs, make_gate, only
+from gate_fakes import FakeKernel, chain, fill_right, fill_zeros, inputs, make_gate, only
 from torch import Tensor
 
 from samebits.bits import compare, integer_view
@@ -21,10 +21,6 @@ from samebits.ops._op import Args
 def _no_grad() -> object:
     with torch.no_grad():
         yield
-
-
-def fill_zeros(args: Args, outputs: tuple[Tensor, ...]) -> None:
-    outputs[0].zero_()
 
 
 def fill_one_ulp_off(args: Args, outputs: tuple[Tensor, ...]) -> None:
