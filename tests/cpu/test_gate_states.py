@@ -1,4 +1,4 @@
-"""State that sends a call to the reference (tracers, transforms, modes, autocast, gradients), and state that does not."""
+"""State that sends a call to the reference: tracers, transforms, modes, autocast, gradients. State that does not."""
 
 from __future__ import annotations
 
