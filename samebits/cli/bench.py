@@ -78,15 +78,15 @@ def denoisers(out: Path | None, names: tuple[str, ...], commit: str | None, as_j
     """Whole denoisers at real size with random weights: denoisers.json."""
     measured, environment, folder = _bench(out)
     from samebits.bench import denoisers as run
-    from samebits.bench import evidence, targets
+    from samebits.bench import evidence, models, targets
     from samebits.ops import OPS
 
-    unknown = [name for name in names if name not in run.BUILDERS]
+    unknown = [name for name in names if name not in models.BUILDERS]
     if unknown:
-        raise click.UsageError(f"no model is called {unknown[0]!r}; there are {', '.join(run.BUILDERS)}")
+        raise click.UsageError(f"no model is called {unknown[0]!r}; there are {', '.join(models.BUILDERS)}")
     command = " ".join(["samebits bench denoisers", *(f"--model {name}" for name in names)])
     rows = run.record(
-        folder, measured, OPS, names or tuple(run.BUILDERS), command=command, environment=environment, commit=commit
+        folder, measured, OPS, names or tuple(models.BUILDERS), command=command, environment=environment, commit=commit
     )
     if as_json:
         click.echo(json.dumps({"denoisers": rows}, indent=2))
@@ -101,7 +101,7 @@ def _bench(out: Path | None) -> tuple[Any, dict[str, Any], Path]:
     import torch
 
     from samebits.bench import evidence
-    from samebits.bench.ops import Bench
+    from samebits.bench.comparing import Bench
     from samebits.environment import fingerprint
 
     if not torch.cuda.is_available():

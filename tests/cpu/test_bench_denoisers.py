@@ -16,9 +16,10 @@ import torch
 from click.testing import CliRunner
 from test_bench_timing import FakeStopwatch
 
-from samebits.bench import denoisers, evidence, launches, targets, warm
-from samebits.bench.denoisers import Calls, Denoiser
-from samebits.bench.ops import Bench
+from samebits.bench import denoisers, evidence, launches, models, targets, warm
+from samebits.bench.comparing import Bench
+from samebits.bench.denoisers import Calls
+from samebits.bench.models import Denoiser
 from samebits.cli.bench import bench as bench_command
 from samebits.ops import OPS
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 BUILD: dict[str, Callable[[torch.device], Denoiser]] = {
     "qwen-image": partial(
-        denoisers.qwen_image,
+        models.qwen_image,
         dtype=torch.float32,
         side=4,
         num_layers=2,
@@ -38,7 +39,7 @@ BUILD: dict[str, Callable[[torch.device], Denoiser]] = {
         out_channels=4,
     ),
     "z-image": partial(
-        denoisers.z_image,
+        models.z_image,
         side=8,
         dim=64,
         n_layers=2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from test_bench_timing import FakeStopwatch
 
 from samebits import bits
-from samebits.bench import evidence, ops, targets
-from samebits.bench.ops import Bench
+from samebits.bench import comparing, evidence, ops, targets
+from samebits.bench.comparing import Bench
 from samebits.ops import OPS, Case, Op
 
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ def test_a_row_of_equal_bits_carries_times(bench: Bench) -> None:
     assert evidence.OPS.problem(row) is None
     assert (row["op"], row["case"], row["dtype"]) == ("double", "64x8 plain", "bfloat16")
     assert row["bits_equal"]
-    assert row["rows_compared"] == 64 * ops.MOST_SEEDS
+    assert row["rows_compared"] == 64 * comparing.MOST_SEEDS
     assert row["us_eager"] == row["us_fused"] == pytest.approx(4.0)
     # 2 * 64 * 8 * 2 bytes in 4 us = 0.512 GB/s of 1 GB/s
     assert row["copy_share"] == pytest.approx(0.512)
@@ -165,7 +166,7 @@ def test_a_sweep_counts_its_rows_and_goes_through_the_amplitudes(bench: Bench) -
         seen.add(f"{float(x.float().std()):.0g}")
         return exact(x, *rest, out=out)
 
-    row = ops.sweep(fake_op(watches), case(64), bench, rows=2_000)
+    row = comparing.sweep(fake_op(watches), case(64), bench, rows=2_000)
     assert row["bits_equal"]
     assert row["rows_compared"] == 64 * 9 * 4 >= 2_000
     assert row["case"] == "1x64x8 plain, amplitudes 0.005 to 200"
@@ -177,31 +178,33 @@ def test_a_sweep_counts_its_rows_and_goes_through_the_amplitudes(bench: Bench) -
 
 def test_a_sweep_finds_what_only_large_values_show(bench: Bench) -> None:
     assert ops.row_of(fake_op(large_values_only), case(64), bench, None)["bits_equal"]
-    row = ops.sweep(fake_op(large_values_only), case(64), bench, rows=2_000)
+    row = comparing.sweep(fake_op(large_values_only), case(64), bench, rows=2_000)
     assert row["bits_equal"] is False
     assert row["error"].startswith("amplitude 80") or row["error"].startswith("amplitude 200")
 
 
 def test_sweeps_take_the_largest_case_of_each_type_and_reference() -> None:
-    chosen = ops.sweep_cases(fake_op(cases=(case(4), case(64), case(64, torch.float32), case(9, kind="other"))), CPU)
+    chosen = comparing.sweep_cases(
+        fake_op(cases=(case(4), case(64), case(64, torch.float32), case(9, kind="other"))), CPU
+    )
     assert [(c.name, c.dtype) for c in chosen] == [
         ("64x8 plain", torch.bfloat16),
         ("64x8 plain", torch.float32),
         ("9x8 other", torch.bfloat16),
     ]
-    assert ops.sweep_cases(fake_op(cases=(case(4, kind="odd"),)), CPU) == []
+    assert comparing.sweep_cases(fake_op(cases=(case(4, kind="odd"),)), CPU) == []
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_sweeps_vary_x_or_q_and_k_and_nothing_else(op: Op) -> None:
     args = min(op.cases, key=lambda c: c.rows).build(CPU, 0)
-    assert ops.leading_inputs(args) == (2 if op.name == "qk_norm" else 1)
+    assert comparing.leading_inputs(args) == (2 if op.name == "qk_norm" else 1)
 
 
 def test_every_reference_of_qk_norm_is_swept_in_bf16() -> None:
     (qk,) = [op for op in OPS if op.name == "qk_norm"]
     small = replace(qk, cases=tuple(c for c in qk.cases if c.rows < 1_000))
-    swept = {(str(c.dtype), ops.describe(c.build(CPU, 0))["variant"]) for c in ops.sweep_cases(small, CPU)}
+    swept = {(str(c.dtype), comparing.describe(c.build(CPU, 0))["variant"]) for c in comparing.sweep_cases(small, CPU)}
     assert {("torch.bfloat16", kind) for kind in targets.QK_REFERENCES} <= swept
 
 
@@ -238,7 +241,7 @@ def test_a_run_writes_both_files_and_times_only_the_headline(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "copy_gb_per_s", lambda *_: 1.0)
-    monkeypatch.setattr(ops, "ROWS_PER_SWEEP", 100)
+    monkeypatch.setattr(ops, "sweep", partial(comparing.sweep, rows=100))
     rows, host = ops.record(
         tmp_path, bench, [fake_op(), fake_op(one_ulp_off)], command="samebits bench ops", environment={"gpu": None}
     )

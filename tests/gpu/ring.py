@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from samebits import bits
+from samebits.bench.comparing import as_tuple
 from samebits.bench.inputs import clone_args, poison, unchanged
-from samebits.bench.ops import as_tuple
 from samebits.ops import Args, Op
 
 MARGIN = 4096  # elements before and after an output: a multiple of every alignment a kernel asks for

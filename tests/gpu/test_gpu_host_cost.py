@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from samebits.bench.ops import Bench, host_row, smallest
+from samebits.bench.comparing import Bench
+from samebits.bench.ops import host_row, smallest
 from samebits.bench.targets import HOST_GATE_US, HOST_LAUNCH_US
 from samebits.ops import OPS, Op
 

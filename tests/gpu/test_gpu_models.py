@@ -11,18 +11,18 @@ import torch
 from ring import assert_same_bits
 
 from samebits.apply import apply
-from samebits.bench import denoisers
-from samebits.bench.denoisers import Denoiser
+from samebits.bench import denoisers, models
+from samebits.bench.comparing import Bench
 from samebits.bench.evidence import DENOISERS
-from samebits.bench.ops import Bench
+from samebits.bench.models import Denoiser
 from samebits.gate import Gate
 from samebits.ops import OPS
 
 pytestmark = pytest.mark.gpu
 
 BUILD: dict[str, Callable[[torch.device], Denoiser]] = {
-    "qwen-image": partial(denoisers.qwen_image, side=16, num_layers=2),
-    "z-image": partial(denoisers.z_image, side=32, n_layers=2, n_refiner_layers=1),
+    "qwen-image": partial(models.qwen_image, side=16, num_layers=2),
+    "z-image": partial(models.z_image, side=32, n_layers=2, n_refiner_layers=1),
 }
 
 

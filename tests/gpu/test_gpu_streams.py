@@ -6,8 +6,8 @@ import pytest
 import torch
 from ring import modulate_args, qk_args, randn, rms_args
 
+from samebits.bench.comparing import as_tuple
 from samebits.bench.inputs import poison
-from samebits.bench.ops import as_tuple
 from samebits.bits import integer_view
 from samebits.ops import Args, Op, by_name
 

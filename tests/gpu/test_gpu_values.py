@@ -67,12 +67,14 @@ def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype, device: torch.d
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_constant_row_with_scale_minus_two_gives_minus_zero(dtype: torch.dtype, device: torch.device) -> None:
-    x = torch.full((1, 5, 3072), 1.5, dtype=dtype, device=device)
     scale = torch.full((1, 3072), -2.0, dtype=dtype, device=device)
-    args = (x, scale, torch.full_like(scale, -0.0), 1e-6)
-    expected = MODULATE.reference(*args)
-    assert bool((integer_view(expected) == integer_view(torch.full_like(expected, -0.0))).all()), "not the case meant"
-    check(MODULATE, args)
+    shift = torch.full_like(scale, -0.0)
+    zeros = torch.zeros(1, 5, 3072, dtype=dtype, device=device)
+    expected = MODULATE.reference(zeros, scale, shift, 1e-6)
+    minus_zero = integer_view(torch.full_like(expected, -0.0))
+    assert bool((integer_view(expected) == minus_zero).all()), "not the case meant"
+    check(MODULATE, (zeros, scale, shift, 1e-6))
+    check(MODULATE, (torch.full_like(zeros, 1.5), scale, shift, 1e-6))
 
 
 def test_fp16_overflow_to_infinity_keeps_the_op_enabled(device: torch.device) -> None:
