@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from samebits.errors import CompileError
 
@@ -45,14 +46,14 @@ _lock = threading.Lock()
 
 
 class Library:
-    """A loaded kernel.
+    """The kernels of one source, loaded.
 
     Parameters
     ----------
     name : str
-        The kernel, for messages.
+        For messages.
     content : bytes
-        The shared library, as :func:`samebits.host.toolchain.build` returned it.
+        As :func:`samebits.host.toolchain.build` returned it.
 
     Raises
     ------
@@ -73,31 +74,31 @@ class Library:
             raise CompileError(f"kernel {name}, compiled for this CPU, cannot be loaded: {error}.") from error
         finally:
             os.unlink(path)
-        library.samebits_parameters.restype = ctypes.c_char_p
         library.samebits_misses.restype = ctypes.c_uint64
         library.samebits_misses.argtypes = [ctypes.c_char_p]
         library.samebits_record.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint64]
-        library.samebits_launch.argtypes = [
-            ctypes.POINTER(ctypes.c_uint32),
-            ctypes.c_uint32,
-            ctypes.POINTER(ctypes.c_int64),
-            ctypes.c_uint32,
-            ctypes.c_uint64,
-            ctypes.c_char_p,
-            ctypes.c_uint64,
-        ]
         self._library = library
-        self.parameters: tuple[str, ...] = tuple(library.samebits_parameters().decode().split())
-        """The compiler's own view of each parameter: ``p8``, ``i4``, ``u8``, ``f4``, ``b1``."""
+        self._entries: dict[str, Any] = {}
         with _lock:
             for function, table in _tables.items():
                 self._record(function, table)
             _libraries.add(self)
 
+    def parameters(self, kernel: str) -> tuple[str, ...]:
+        """The compiler's own view of each parameter of a kernel: ``p8``, ``i4``, ``u8``, ``f4``, ``b1``."""
+        describe = self._library[f"samebits_parameters_{kernel}"]
+        describe.restype = ctypes.c_char_p
+        return tuple(describe().decode().split())
+
     def launch(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, slots: Sequence[int]
+        self,
+        kernel: str,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        slots: Sequence[int],
     ) -> str:
-        """Run the kernel to its end. Returns an empty string, or the sentence that says what went wrong."""
+        """Run a kernel to its end. Returns an empty string, or the sentence that says what went wrong."""
         schedule = _schedule
         blocks = grid[0] * grid[1] * grid[2]
         workers = schedule.workers
@@ -105,7 +106,7 @@ class Library:
             small = blocks * block[0] * block[1] * block[2] < _MANY_THREADS
             workers = 1 if small else min(os.cpu_count() or 1, 8)
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        self._library.samebits_launch(
+        self._entry(kernel)(
             (ctypes.c_uint32 * 6)(*grid, *block),
             shared_bytes,
             (ctypes.c_int64 * max(len(slots), 1))(*slots),
@@ -115,6 +116,22 @@ class Library:
             _MESSAGE_BYTES,
         )
         return message.value.decode(errors="replace")
+
+    def _entry(self, kernel: str) -> Any:
+        entry = self._entries.get(kernel)
+        if entry is None:
+            entry = self._library[f"samebits_launch_{kernel}"]
+            entry.argtypes = [
+                ctypes.POINTER(ctypes.c_uint32),
+                ctypes.c_uint32,
+                ctypes.POINTER(ctypes.c_int64),
+                ctypes.c_uint32,
+                ctypes.c_uint64,
+                ctypes.c_char_p,
+                ctypes.c_uint64,
+            ]
+            self._entries[kernel] = entry
+        return entry
 
     def misses(self, function: str) -> int:
         """How often ``function`` was asked for an input that its recorded table did not hold."""

@@ -100,16 +100,16 @@ def shim_text() -> str:
 
 
 def build(
-    name: str, main: str, texts: Mapping[str, str], defines: Sequence[str], flags: Sequence[str] = FLAGS
+    kernels: Sequence[str], main: str, texts: Mapping[str, str], defines: Sequence[str], flags: Sequence[str] = FLAGS
 ) -> bytes:
-    """Compile one kernel.
+    """Compile all kernels of one source.
 
     Parameters
     ----------
-    name : str
-        The kernel.
+    kernels : sequence of str
+        Their names.
     main : str
-        Which of ``texts`` holds it.
+        Which of ``texts`` holds them.
     texts : mapping of str to str
         Every file of the source, by the name that ``#include "..."`` uses.
     defines : sequence of str
@@ -132,10 +132,10 @@ def build(
         for file_name, text in texts.items():
             Path(folder, file_name).write_text(text, encoding="utf-8")
         wrapper = Path(folder, "samebits_wrapper.cpp")
-        wrapper.write_text(_wrapper(name, main, texts, defines), encoding="utf-8")
+        wrapper.write_text(_wrapper(kernels, main, texts, defines), encoding="utf-8")
         library = Path(folder, "kernel.so")
         command = [compiler.path, *flags, f"-I{SHIM}", f"-I{folder}", str(wrapper), "-o", str(library)]
-        _run(command, f"kernel {name}", name)
+        _run(command, main, ", ".join(kernels))
         return library.read_bytes()
 
 
@@ -154,12 +154,12 @@ def _run(command: list[str], what: str, kernel: str = "") -> subprocess.Complete
     return result
 
 
-def _wrapper(name: str, main: str, texts: Mapping[str, str], defines: Sequence[str]) -> str:
-    """The translation unit: the shim, the constants, the unchanged source, the typed entry point."""
+def _wrapper(kernels: Sequence[str], main: str, texts: Mapping[str, str], defines: Sequence[str]) -> str:
+    """The translation unit: the shim, the constants, the unchanged source, the typed entry points."""
     found = {match[1]: match[0] for text in texts.values() for match in _SHARED.findall(text)}
     if len(found) > 1:
         raise CompileError(
-            f"kernel {name}: the source names its dynamic shared memory {' and '.join(sorted(found))}; the host "
+            f"{main} names its dynamic shared memory {' and '.join(sorted(found))}; the host "
             "toolchain knows one name for it."
         )
     lines = ['#include "prelude.h"']
@@ -170,19 +170,18 @@ def _wrapper(name: str, main: str, texts: Mapping[str, str], defines: Sequence[s
         room = f"({MAX_SHARED_BYTES} + samebits::shared_guard_bytes) / sizeof({element}) + 1"
         lines.append(f"alignas(128) thread_local {element} {shared}[{room}];")
         memory = f"reinterpret_cast<unsigned char*>({shared}), sizeof {shared}"
-    lines.append(_ENTRY.replace("KERNEL", name).replace("MEMORY", memory))
+    lines.append(f"static samebits::DynamicShared samebits_shared() {{ return {{{memory}}}; }}")
+    lines += [_ENTRY.replace("KERNEL", kernel) for kernel in kernels]
     return "\n".join(lines) + "\n"
 
 
 _ENTRY = """\
-static samebits::DynamicShared samebits_shared() { return {MEMORY}; }
-
-extern "C" __attribute__((visibility("default"))) const char* samebits_parameters() {
+extern "C" __attribute__((visibility("default"))) const char* samebits_parameters_KERNEL() {
   static const std::string text = samebits::describe_parameters(KERNEL);
   return text.c_str();
 }
 
-extern "C" __attribute__((visibility("default"))) int samebits_launch(
+extern "C" __attribute__((visibility("default"))) int samebits_launch_KERNEL(
     const uint32_t* sizes, uint32_t shared_bytes, const uint64_t* slots, uint32_t workers, uint64_t order,
     char* message, uint64_t message_bytes) {
   samebits::Launch launch{{sizes[0], sizes[1], sizes[2]}, {sizes[3], sizes[4], sizes[5]}, shared_bytes, workers, order,

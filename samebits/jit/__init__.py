@@ -10,18 +10,15 @@ import threading
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
-from samebits.errors import CompileError, CompileInCaptureError
+from samebits.errors import CompileError
 from samebits.jit.kernel import BoundKernel, Kernel
 from samebits.jit.signature import Parameter, parse_parameters
 from samebits.jit.source import Source, define_options
 from samebits.jit.store import Cache, key
-
-if TYPE_CHECKING:
-    from samebits.jit.cuda import CudaKernel
 
 __all__ = [
     "BoundKernel",
@@ -35,8 +32,33 @@ __all__ = [
 ]
 
 _kernels: dict[tuple[object, ...], Kernel] = {}
+_modules: dict[tuple[object, ...], Any] = {}
 _locks: dict[tuple[object, ...], threading.Lock] = {}
 _locks_lock = threading.Lock()
+
+
+class Toolchain(Protocol):
+    """What turns a source into machine code and machine code into kernels."""
+
+    target: str
+    """``sm_90`` or ``cpu``."""
+    suffix: str
+
+    def identity(self) -> str:
+        """Everything besides source and constants that the machine code depends on."""
+        ...
+
+    def compile(self, source: Source, name: str, constants: Mapping[str, int | str]) -> bytes:
+        """Compile all kernels of a source; ``name`` is for messages."""
+        ...
+
+    def load(self, name: str, content: bytes) -> Any:
+        """Load machine code into this process."""
+        ...
+
+    def kernel(self, module: Any, name: str, parameters: tuple[Parameter, ...]) -> Kernel:
+        """One kernel of loaded code."""
+        ...
 
 
 def compile(source: Path, name: str, constants: Mapping[str, int | str], device: torch.device) -> Kernel:
@@ -67,56 +89,54 @@ def compile(source: Path, name: str, constants: Mapping[str, int | str], device:
     """
     text = Source.read(source)
     if device.type == "cpu":
-        return _compile_for_cpu(text, name, constants)
+        from samebits.jit import cpu
+
+        return _kernel(text, name, constants, cpu.HostToolchain())
     if device.type == "cuda":
-        return _compile_for_cuda(text, name, constants, device)
+        from samebits.jit import cuda
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+        kernel = _kernel(text, name, constants, cuda.CudaToolchain(index))
+        kernel.load(index)
+        return kernel
     raise CompileError(f"kernel {name}: there are kernels for CUDA devices and for the CPU, not for {device}.")
 
 
-def _compile_for_cuda(
-    source: Source, name: str, constants: Mapping[str, int | str], device: torch.device
-) -> CudaKernel:
-    from samebits.jit import cuda, nvrtc
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    architecture = cuda.architecture(torch.device("cuda", index))
-    identity = (source.digest, name, define_options(constants), architecture)
-    kernel = _kernels.get(identity)
-    if kernel is None:
-        if cuda.capturing(index):
-            raise CompileInCaptureError(kernel=name, target=f"cuda:{index}")
-        with _lock_for(identity):
-            kernel = _kernels.get(identity)
-            if kernel is None:
-                parameters = parse_parameters(source.text, name, constants)
-                entry = key(nvrtc.toolchain_identity(), *nvrtc.FLAGS, *map(str, identity)) + ".cubin"
-                cubin = _cache().get(entry)
-                if cubin is None:
-                    cubin, _ = nvrtc.compile_source(source, name, constants, architecture)
-                    _cache().put(entry, cubin)
-                kernel = cuda.CudaKernel(name, parameters, architecture, cubin)
-                _kernels[identity] = kernel
-    assert isinstance(kernel, cuda.CudaKernel)
-    kernel.load(index)
-    return kernel
-
-
-def _compile_for_cpu(source: Source, name: str, constants: Mapping[str, int | str]) -> Kernel:
-    from samebits.jit import cpu
-
-    identity = (source.digest, name, define_options(constants), "cpu")
-    with _lock_for(identity):
-        kernel = _kernels.get(identity)
+def _kernel(source: Source, name: str, constants: Mapping[str, int | str], toolchain: Toolchain) -> Kernel:
+    """Find a kernel in memory, else its machine code on disk, else compile it."""
+    code = (source.digest, define_options(constants), toolchain.target)
+    kernel = _kernels.get((code, name))
+    if kernel is not None:
+        return kernel
+    parameters = parse_parameters(source.text, name, constants)
+    with _lock_for(code):
+        kernel = _kernels.get((code, name))
         if kernel is None:
-            parameters = parse_parameters(source.text, name, constants)
-            entry = key(cpu.toolchain_identity(), *map(str, identity)) + ".so"
-            content = _cache().get(entry)
-            if content is None:
-                content = cpu.compile_source(source, name, constants)
-                _cache().put(entry, content)
-            kernel = cpu.HostKernel(name, parameters, content)
-            _kernels[identity] = kernel
+            module = _modules.get(code)
+            if module is None:
+                module = _modules[code] = _load(source, name, constants, toolchain, code)
+            kernel = _kernels[code, name] = toolchain.kernel(module, name, parameters)
     return kernel
+
+
+def _load(
+    source: Source,
+    name: str,
+    constants: Mapping[str, int | str],
+    toolchain: Toolchain,
+    code: tuple[object, ...],
+) -> Any:
+    entry = key(toolchain.identity(), *map(str, code)) + toolchain.suffix
+    stored = _cache().get(entry)
+    if stored is not None:
+        try:
+            return toolchain.load(name, stored)
+        except CompileError:
+            # Intact, yet not loadable here: written by a machine that only looks the same. Ours replaces it.
+            stored = None
+    content = toolchain.compile(source, name, constants)
+    _cache().put(entry, content)
+    return toolchain.load(name, content)
 
 
 def compile_to_ptx(source: Path, name: str, constants: Mapping[str, int | str], arch: str) -> str:
@@ -177,6 +197,7 @@ def _unavailable(kind: str, index: int | None, host: bool) -> str | None:
 def clear() -> None:
     """Forget every compiled kernel and every answer of :func:`unavailable` of this process. For tests."""
     _kernels.clear()
+    _modules.clear()
     _unavailable.cache_clear()
 
 

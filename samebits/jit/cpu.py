@@ -8,34 +8,49 @@ from samebits import host
 from samebits.errors import KernelArgumentError, LaunchError
 from samebits.host.toolchain import FLAGS, MAX_SHARED_BYTES
 from samebits.jit.kernel import BoundKernel, Dimensions, Kernel
-from samebits.jit.signature import Parameter
+from samebits.jit.signature import Parameter, kernel_names
 from samebits.jit.source import Source, define_options
 
 _LETTERS = {"pointer": "p", "bool": "b", "int": "i", "uint": "u", "float": "f"}
 
 
-def toolchain_identity() -> str:
-    """What a cached library depends on besides the kernel's source: the compiler, its flags and the shim."""
-    return "\n".join((host.find_compiler().identity, *FLAGS, host.shim_text()))
+class HostToolchain:
+    """The user's C++ compiler and the shim."""
 
+    suffix = ".so"
+    target = "cpu"
 
-def compile_source(source: Source, name: str, constants: Mapping[str, int | str]) -> bytes:
-    """Compile one kernel to a shared library; see :func:`samebits.host.build`."""
-    texts = {source.path.name: source.text, **source.headers}
-    return host.build(name, source.path.name, texts, [option[2:] for option in define_options(constants)])
+    def identity(self) -> str:
+        """The compiler, its flags and the shim's text."""
+        return "\n".join((host.find_compiler().identity, *FLAGS, host.shim_text()))
+
+    def compile(self, source: Source, name: str, constants: Mapping[str, int | str]) -> bytes:
+        """Compile all kernels of a source to one shared library; see :func:`samebits.host.build`."""
+        texts = {source.path.name: source.text, **source.headers}
+        defines = [option[2:] for option in define_options(constants)]
+        return host.build(kernel_names(source.text), source.path.name, texts, defines)
+
+    def load(self, name: str, content: bytes) -> host.Library:
+        """Load a shared library."""
+        return host.Library(name, content)
+
+    def kernel(self, module: host.Library, name: str, parameters: tuple[Parameter, ...]) -> HostKernel:
+        """One kernel of a loaded library."""
+        return HostKernel(name, parameters, module)
 
 
 class HostKernel(Kernel):
     """A kernel compiled for this machine's processor."""
 
-    def __init__(self, name: str, parameters: tuple[Parameter, ...], content: bytes) -> None:
+    def __init__(self, name: str, parameters: tuple[Parameter, ...], library: host.Library) -> None:
         super().__init__(name, parameters)
-        self.library = host.Library(name, content)
+        self.library = library
         read = tuple(_letter(parameter) for parameter in parameters)
-        if read != self.library.parameters:
+        understood = library.parameters(name)
+        if read != understood:
             raise KernelArgumentError(
-                f"kernel {name}: the source was read as parameters {read}, but the compiler understood "
-                f"{self.library.parameters}. Write the parameter list in plain types."
+                f"kernel {name}: the source was read as parameters {read}, but the compiler understood {understood}. "
+                "Write the parameter list in plain types."
             )
 
     def _bind(
@@ -72,6 +87,6 @@ class HostBound(BoundKernel):
 
     def __call__(self, device_index: int, *pointers: int) -> None:
         self._check_pointers(pointers)
-        error = self._library.launch(self._grid, self._block, self._shared_bytes, self._arguments(pointers))
+        error = self._library.launch(self.name, self._grid, self._block, self._shared_bytes, self._arguments(pointers))
         if error:
             raise LaunchError(kernel=self.name, cause=error)

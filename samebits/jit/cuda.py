@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from samebits.errors import CompileError, CompileInCaptureError, KernelArgumentE
 from samebits.jit import nvrtc
 from samebits.jit.kernel import BoundKernel, Dimensions, Kernel
 from samebits.jit.signature import Parameter
+from samebits.jit.source import Source
 
 OLDEST_CAPABILITY = (8, 0)
 _SHARED_BYTES = 48 << 10
@@ -141,24 +142,66 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-class CudaKernel(Kernel):
-    """A cubin loaded through cuda.core. One object serves every device of its architecture."""
+class CudaToolchain:
+    """NVRTC and cuda.core, for the architecture of one device.
 
-    def __init__(self, name: str, parameters: tuple[Parameter, ...], architecture: str, cubin: bytes) -> None:
+    Parameters
+    ----------
+    device_index : int
+
+    Raises
+    ------
+    CompileError
+        NVRTC knows no architecture that runs there.
+    """
+
+    suffix = ".cubin"
+
+    def __init__(self, device_index: int) -> None:
+        self._device_index = device_index
+        self.target = architecture(torch.device("cuda", device_index))
+
+    def identity(self) -> str:
+        """NVRTC's version, its flags and the CUDA headers."""
+        return "\n".join((nvrtc.toolchain_identity(), *nvrtc.FLAGS))
+
+    def compile(self, source: Source, name: str, constants: Mapping[str, int | str]) -> bytes:
+        """Compile to a cubin, but not while a CUDA graph is being captured."""
+        self._refuse_in_capture(name)
+        return nvrtc.compile_source(source, name, constants, self.target)[0]
+
+    def load(self, name: str, content: bytes) -> Any:
+        """Load a cubin: cuda.core's object, which knows the kernel of this name."""
+        self._refuse_in_capture(name)
+        try:
+            code = runtime().core.ObjectCode.from_cubin(content, name=name)
+            code.get_kernel(name)  # cuda.core loads when the first kernel is asked for
+        except Exception as error:
+            if _code(error) in STICKY:
+                raise LaunchError(kernel=name, cause=_sentence(error), sticky=True) from error
+            raise CompileError(f"kernel {name} for {self.target} cannot be loaded: {_sentence(error)}.") from error
+        return code
+
+    def kernel(self, module: Any, name: str, parameters: tuple[Parameter, ...]) -> CudaKernel:
+        """One kernel of a loaded cubin."""
+        return CudaKernel(name, parameters, self.target, module.get_kernel(name))
+
+    def _refuse_in_capture(self, name: str) -> None:
+        if capturing(self._device_index):
+            raise CompileInCaptureError(kernel=name, target=f"cuda:{self._device_index}")
+
+
+class CudaKernel(Kernel):
+    """A kernel loaded through cuda.core. One object serves every device of its architecture."""
+
+    def __init__(self, name: str, parameters: tuple[Parameter, ...], architecture: str, handle: Any) -> None:
         super().__init__(name, parameters)
         self.architecture = architecture
+        self.handle = handle
         self.runtime = runtime()
         self._lock = threading.Lock()
         self._allowed: dict[int, int] = {}
         """Per device on which the kernel is loaded: the dynamic shared memory a block may ask for, in bytes."""
-        try:
-            self._code = self.runtime.core.ObjectCode.from_cubin(cubin, name=name)
-            self.handle = self._code.get_kernel(name)
-        except Exception as error:
-            code = _code(error)
-            if code in STICKY:
-                raise LaunchError(kernel=name, cause=_sentence(error), sticky=True) from error
-            raise CompileError(f"kernel {name} for {architecture} cannot be loaded: {_sentence(error)}.") from error
         self._check_parameters()
 
     def _check_parameters(self) -> None:

@@ -61,6 +61,10 @@ class Kernel(ABC):
         template = tuple(slots.get(parameter.name) for parameter in self.parameters)
         return self._bind(grid, block, shared_bytes, template)
 
+    def load(self, device_index: int, shared_bytes: int = 0) -> None:
+        """Make a device ready for launches with this much dynamic shared memory. Nothing to do on the CPU."""
+        return
+
     @abstractmethod
     def _bind(
         self, grid: Dimensions, block: Dimensions, shared_bytes: int, template: tuple[int | None, ...]

@@ -259,7 +259,7 @@ class Stacks {
  public:
   static constexpr size_t bytes = 128 << 10;
 
-  explicit Stacks(size_t count) : bytes_(count * bytes) {
+  explicit Stacks(size_t count) : bytes_((count + 1) * bytes) {  // one more, for what the first overflows into
     void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     memory_ = memory == MAP_FAILED ? nullptr : static_cast<unsigned char*>(memory);
     for (size_t number = 0; memory_ && number < count; ++number) std::memcpy(at(number), pattern, sizeof pattern);
@@ -271,7 +271,7 @@ class Stacks {
   Stacks& operator=(const Stacks&) = delete;
 
   bool usable() const { return memory_; }
-  unsigned char* at(size_t number) { return memory_ + number * bytes; }
+  unsigned char* at(size_t number) { return memory_ + (number + 1) * bytes; }
   bool intact(size_t number) { return !std::memcmp(at(number), pattern, sizeof pattern); }
 
  private:
