@@ -134,7 +134,7 @@ class CudaProbe:
         if status == good and not active:
             return False
         handles = {_cuda.current_stream(device).cuda_stream, *self._pool(device)}
-        capture_stream = _cuda.graph.default_capture_stream
+        capture_stream = getattr(_cuda.graph, "default_capture_stream", None)
         if capture_stream is not None:
             handles.add(capture_stream.cuda_stream)
         with _context(driver, device) as current:
