@@ -56,6 +56,13 @@ __device__ __forceinline__ __nv_bfloat162 sum(__nv_bfloat162 a, __nv_bfloat162 b
 // ATen's `1 + a`: the scalar joins in fp32, one rounding.
 template <class E> __device__ __forceinline__ Pair<E> one_plus(Pair<E> a) { return sum(round_pair<E>(1.0f, 1.0f), a); }
 
+// `clip(-65504, 65504)`: infinities become the largest half, NaN stays.
+template <class E> __device__ __forceinline__ Pair<E> clip_to_half(Pair<E> p) {
+  const float2 f = widen(p);
+  return round_pair<E>(f.x != f.x ? f.x : fminf(fmaxf(f.x, -65504.0f), 65504.0f),
+                       f.y != f.y ? f.y : fminf(fmaxf(f.y, -65504.0f), 65504.0f));
+}
+
 // N consecutive elements, loaded or stored with one instruction of N * sizeof(E) bytes (at most 16).
 template <class E, int N> struct alignas(sizeof(E) * N) Vector {
   Pair<E> pair[N / 2];
@@ -78,6 +85,20 @@ template <class V> __device__ __forceinline__ void store_vector(V* p, const V& v
 }
 template <class E, int N> __device__ __forceinline__ Vector<E, N> load(const E* p) { return load_vector(reinterpret_cast<const Vector<E, N>*>(p)); }
 template <class E, int N> __device__ __forceinline__ void store(E* p, const Vector<E, N>& v) { store_vector(reinterpret_cast<Vector<E, N>*>(p), v); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Activations, in fp32 as ATen's kernels compute them.
+// ---------------------------------------------------------------------------------------------------------------------
+
+// `F.silu`: a true division by 1 + exp(-x).
+__device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, expf(-x))); }
+
+// `F.gelu(approximate="tanh")`: 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))), the inner sum an FMA.
+__device__ __forceinline__ float gelu_tanh(float x) {
+  const float cube = __fmul_rn(__fmul_rn(x, x), x);
+  const float inner = __fmul_rn(0.79788456080286535588f, __fmaf_rn(0.044715f, cube, x));
+  return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(inner)));
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows in shared memory. A row is read twice, for its statistics and for its result, and the two want different shapes:

@@ -3,7 +3,8 @@
 The order of a sum follows from this geometry, and the geometry from the number of rows, the row's length
 and the element size, so a kernel that wants ATen's bits must ask here before it compiles.
 
-Read in the headers of torch 2.11 to 2.14 (``torch/include/ATen/native/cuda/Reduce.cuh``); the lines are the same there.
+Read in the headers of torch 2.13 and 2.14 (``torch/include/ATen/native/cuda/Reduce.cuh``). They differ only in how many
+blocks may share one row, which no kernel here stands for.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The eager chain is six kernels: LayerNorm, ``1 + scale``, a product, a sum, and for a token-dependent choice two
 ``where``. Roundings to the element type: after LayerNorm, after ``1 + scale``, after the product, after the sum.
-The kernel reproduces ATen's ``vectorized_layer_norm_kernel`` (torch 2.11 to 2.14), see ``layer_norm_modulate.cu``.
+The kernel reproduces ATen's ``vectorized_layer_norm_kernel``, see ``layer_norm_modulate.cu``.
 """
 
 from __future__ import annotations
@@ -202,6 +202,6 @@ OP = Op(
     allocate=allocate,
     bytes_moved=bytes_moved,
     cases=CASES,
-    sources=(SOURCE, HERE / "_numerics.cuh", HERE / "layer_norm_modulate.py"),
+    sources=(SOURCE, HERE / "_layer_norm.cuh", HERE / "_numerics.cuh", HERE / "layer_norm_modulate.py"),
     headline=(*(f"1x{tokens}x3072" for tokens in (128, 512, 2048, 4096, 4608)), "1x4096x4096", "1x4096x3072 indexed"),
 )

@@ -7,8 +7,7 @@ Kinds and where they round (details in ``qk_norm.cu``):
 - ``native``: the same chain with every step in half precision, as other engines' Z-Image has it.
 - ``torch``: ``F.rms_norm``; one rounding at the end.
 
-The sums follow ATen's ``reduce_kernel`` (``diffusers``, ``native``) and ``vectorized_layer_norm_kernel`` (``torch``),
-torch 2.11 to 2.14.
+The sums follow ATen's ``reduce_kernel`` (``diffusers``, ``native``) and ``vectorized_layer_norm_kernel`` (``torch``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The eager chain is nine kernels: cast, square, mean, sum with eps, rsqrt, product, cast, product with the weight,
 product with the scale. Roundings to the element type: after ``x * r``, after the weight, after the scale. The mean
-follows ATen's ``reduce_kernel`` (torch 2.11 to 2.14), whose order changes with the number of rows; see
+follows ATen's ``reduce_kernel``, whose order changes with the number of rows; see
 ``rms_norm_scale.cu``.
 """
 
@@ -205,6 +205,13 @@ OP = Op(
     allocate=allocate,
     bytes_moved=bytes_moved,
     cases=CASES,
-    sources=(SOURCE, HERE / "_numerics.cuh", HERE / "rms_norm_scale.py", HERE / "_reduce_plan.py", HERE / "_layout.py"),
+    sources=(
+        SOURCE,
+        HERE / "_row_sum.cuh",
+        HERE / "_numerics.cuh",
+        HERE / "rms_norm_scale.py",
+        HERE / "_reduce_plan.py",
+        HERE / "_layout.py",
+    ),
     headline=tuple(case.name for case in CASES[:3]),
 )
