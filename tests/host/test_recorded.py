@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,9 +13,18 @@ import numpy as np
 import pytest
 import torch
 from binary32 import BITS, F32
+from kernel_runs import MISSING, difference
 from recording import FILE, RecordedCase, Recording, RsqrtTable, load, same_bits
 
+from samebits import host
+from samebits.bits import Difference
+from samebits.ops import by_name
+
 RECORDER = Path(__file__).parents[1] / "gpu" / "record.py"
+
+
+def needs_the_compiler(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.host(pytest.mark.skipif(MISSING is not None, reason=str(MISSING))(test))
 
 
 def _as_tuple(value: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -126,7 +136,7 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
 
 # --- the real recording --------------------------------------------------------------------------------------------
 
-RECORDED = load() if FILE.exists() else None
+RECORDED = load(FILE) if FILE.exists() else None
 needs_recording = pytest.mark.skipif(
     RECORDED is None, reason=f"{FILE.name} is not there: run tests/gpu/record.py on a machine with a GPU"
 )
@@ -141,6 +151,33 @@ def test_the_emulator_gives_the_bits_of_the_gpu(case: RecordedCase) -> None:
     emulated = _emulate(case, RECORDED.rsqrt)
     assert len(emulated) == len(case.outputs)
     assert all(map(same_bits, emulated, case.outputs))
+
+
+def _run_with(table: RsqrtTable, case: RecordedCase) -> Difference | None:
+    with host.recorded("rsqrtf", *(part.view(np.uint32).tolist() for part in (table.inputs, table.outputs))):
+        return difference(by_name(case.op), case.args, case.outputs)
+
+
+@needs_recording
+@needs_the_compiler
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_the_kernels_source_gives_the_bits_of_the_gpu(case: RecordedCase) -> None:
+    assert RECORDED is not None
+    assert _run_with(RECORDED.rsqrt, case) is None
+
+
+@needs_the_compiler
+def test_kernels_take_the_recorded_roots(rehearsal: Recording) -> None:
+    # The rehearsal's roots are those of this CPU's torch, which are not all correctly rounded.
+    moved = RsqrtTable(rehearsal.rsqrt.inputs, np.nextafter(rehearsal.rsqrt.outputs, np.float32(2)))
+    for name in (
+        "layer_norm_modulate 17x132 fp32",
+        "qk_norm torch 5+1x64 fp32 weight fp32",
+        "rms_norm_scale 2x256 fp32",
+    ):
+        case = next(case for case in rehearsal.cases if case.name == name)
+        assert _run_with(rehearsal.rsqrt, case) is None
+        assert _run_with(moved, case) is not None
 
 
 @needs_recording

@@ -488,6 +488,21 @@ def test_two_names_for_dynamic_shared_memory_are_refused() -> None:
         jit.compile(SOURCES / "two_names.cu", "two_names", {}, CPU)
 
 
+def test_a_kernel_that_the_constants_leave_out(tmp_path: Path) -> None:
+    path = tmp_path / "optional.cu"
+    path.write_text(
+        '#if BOTH\nextern "C" __global__ void one(int* out) { out[0] = 1; }\n#endif\n'
+        'extern "C" __global__ void other(int* out) { out[0] = 2; }\n'
+    )
+    with pytest.raises(CompileError, match="kernel one is left out"):
+        jit.compile(path, "one", {"BOTH": 0}, CPU)
+    out = np.zeros(1, np.int32)
+    jit.compile(path, "other", {"BOTH": 0}, CPU).bind((1, 1, 1), (1, 1, 1))(0, out.ctypes.data)
+    assert out[0] == 2
+    jit.compile(path, "one", {"BOTH": 1}, CPU).bind((1, 1, 1), (1, 1, 1))(0, out.ctypes.data)
+    assert out[0] == 1
+
+
 def test_a_source_that_does_not_compile_shows_the_compilers_words(tmp_path: Path) -> None:
     path = tmp_path / "broken.cu"
     path.write_text('extern "C" __global__ void broken(int* out) { out[0] = no_such_name; }\n')

@@ -1,0 +1,90 @@
+"""The comparison of kernels with the emulator finds what it is there to find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import aten_chains
+import pytest
+import torch
+from kernel_runs import (
+    BF16,
+    DTYPES,
+    EPS,
+    FP32,
+    Arguments,
+    GuardedOutput,
+    difference,
+    needs_compiler,
+    randn,
+    run,
+    weights,
+)
+
+from samebits import host
+from samebits.bits import compare
+from samebits.ops import Op, by_name
+
+pytestmark = needs_compiler
+LAYER_NORM_MODULATE, QK_NORM, RMS_NORM_SCALE = map(by_name, ("layer_norm_modulate", "qk_norm", "rms_norm_scale"))
+
+ROW = randn((1, 1, 512), BF16, 5)
+SMALL: list[tuple[Op, Callable[..., Any], Arguments]] = [
+    (LAYER_NORM_MODULATE, aten_chains.layer_norm_modulate, (randn((1, 2, 512), BF16, 4), ROW[0], ROW[0], EPS)),
+    (
+        QK_NORM,
+        aten_chains.qk_norm,
+        (randn((1, 2, 3, 64), BF16, 1), randn((1, 2, 1, 64), BF16, 2), *weights(64, BF16), EPS, "torch"),
+    ),
+    (RMS_NORM_SCALE, aten_chains.rms_norm_scale, (randn((1, 2, 128), BF16, 6), weights(128, BF16)[0], None, EPS)),
+]
+
+
+@pytest.mark.parametrize(("op", "emulate", "args"), SMALL, ids=[op.name for op, _, _ in SMALL])
+def test_one_ulp_in_one_element_is_found(op: Op, emulate: Callable[..., Any], args: Arguments) -> None:
+    expected = emulate(*args)
+    last = expected if isinstance(expected, torch.Tensor) else expected[-1]
+    assert difference(op, args, expected) is None
+    last.view(torch.int16).view(-1)[-1] ^= 1
+    found = difference(op, args, expected)
+    assert found is not None
+    assert (found.differing, found.ulp) == (1, 1)
+    assert found.index == tuple(size - 1 for size in last.shape)
+
+
+@pytest.mark.parametrize(("op", "emulate", "args"), SMALL, ids=[op.name for op, _, _ in SMALL])
+def test_the_order_in_which_threads_run_does_not_matter(op: Op, emulate: Callable[..., Any], args: Arguments) -> None:
+    expected = emulate(*args)
+    for order in (0, 1, 2, 3):  # ascending, descending, two shuffles
+        with host.schedule(order, workers=2):
+            assert difference(op, args, expected) is None
+
+
+def test_the_tree_of_another_number_of_rows_is_found() -> None:
+    args = (randn((1, 15, 3840), FP32, 6), weights(3840, FP32)[0], None, EPS)
+    assert difference(RMS_NORM_SCALE, args, aten_chains.rms_norm_scale(*args)) is None
+    for other in (1, 2, 4, 16):
+        assert difference(RMS_NORM_SCALE, args, aten_chains.rms_norm_scale(*args, rows=other)) is not None
+    q, k = randn((1, 15, 4, 256), FP32, 1), randn((1, 2, 1, 256), FP32, 2)
+    args = (q, k, *weights(256, FP32), EPS, "diffusers")
+    assert difference(QK_NORM, args, aten_chains.qk_norm(*args)) is None
+    assert difference(QK_NORM, args, aten_chains.qk_norm(*args, rows=2)) is not None
+
+
+def test_another_kind_is_found() -> None:
+    q, k = randn((1, 15, 4, 128), BF16, 1), randn((1, 15, 4, 128), BF16, 2)
+    results = {kind: run(QK_NORM, q, k, *weights(128, BF16), EPS, kind) for kind in ("diffusers", "native", "torch")}
+    for kind, result in results.items():
+        for other in results.keys() - {kind}:
+            assert compare(result, results[other]) is not None
+
+
+def test_memory_next_to_an_output_and_elements_left_out_are_found() -> None:
+    for dtype in DTYPES:
+        output = GuardedOutput(torch.empty(4, 8, dtype=dtype))
+        assert "32 output elements were not written" in str(output.problem())
+        output.tensor.zero_()
+        assert output.problem() is None
+        output.memory[255] = 0
+        assert "next to the output" in str(output.problem())
