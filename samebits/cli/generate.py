@@ -103,12 +103,14 @@ def generate(**values: Any) -> int:
     settings()
     source = find(options.model)
     width, height = options.size or (source.side, source.side)
+    steps = options.steps or source.steps
     source.check_size(width, height)
+    source.check_steps(steps)
     arguments = {
         "prompt": prompt,
         "width": width,
         "height": height,
-        "num_inference_steps": options.steps or source.steps,
+        "num_inference_steps": steps,
         **source.guidance(options.guidance, options.negative_prompt),
     }
     result = Result(source, "", output)

@@ -49,8 +49,9 @@ def find(model: str) -> Source:
         The folder is broken.
     """
     if model in tiny.NAMES:
-        classes = {"tiny-qwen-image": "QwenImagePipeline", "tiny-z-image": "ZImagePipeline"}
-        return Source(model, classes[model], None, False, False, 8 * _PATCH, 512 * 8 * _PATCH)
+        qwen = model == "tiny-qwen-image"
+        name = "QwenImagePipeline" if qwen else "ZImagePipeline"
+        return Source(model, name, None, False, False, 8 * _PATCH, 512 * 8 * _PATCH, 2 if qwen else 1)
     path = Path(model).expanduser()
     if path.exists():
         if not path.is_dir():
@@ -123,6 +124,7 @@ def _describe(model: str, folder: Path, *, hub: bool, online: bool) -> Source:
         if part not in components(index):
             raise CheckpointError(path=str(folder / INDEX), problem=f"names no {part}, which a {name} needs")
     vae, transformer = (read_json(folder / part / "config.json") for part in ("vae", "transformer"))
+    schedule = read_json(folder / "scheduler" / "scheduler_config.json")
     try:
         if name == "QwenImagePipeline":
             halvings = len(vae.get("temperal_downsample", (False, True, True)))
@@ -134,7 +136,9 @@ def _describe(model: str, folder: Path, *, hub: bool, online: bool) -> Source:
     except (TypeError, ValueError) as error:
         raise CheckpointError(path=str(folder), problem=f"the configuration makes no sense ({error})") from None
     multiple = _PATCH << halvings
-    return Source(model, name, folder, hub, online, multiple, patches * multiple)
+    # Stretched so that its last step ends at a given noise level, a schedule of one step is 0/0.
+    fewest = 2 if schedule.get("shift_terminal") else 1
+    return Source(model, name, folder, hub, online, multiple, patches * multiple, fewest)
 
 
 def _load_folder(folder: Path, source: Source, dtype: torch.dtype) -> DiffusionPipeline:

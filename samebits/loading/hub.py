@@ -62,7 +62,7 @@ def small_files(model: str, online: bool) -> Path:
     ModelError
         The model is not a diffusers pipeline, or the hub does not answer and nothing was fetched before.
     """
-    for name in ("vae/config.json", "transformer/config.json", INDEX):
+    for name in ("vae/config.json", "transformer/config.json", "scheduler/scheduler_config.json", INDEX):
         try:
             path = Path(hf_hub_download(model, name, local_files_only=not online))
         except LocalEntryNotFoundError:

@@ -28,6 +28,8 @@ class Source:
         Whether the hub answered. If not, only what was fetched before is used.
     multiple, largest : int
         Each side of a picture is a multiple of the one and at most the other, in pixels.
+    fewest_steps : int
+        How many denoising steps its schedule needs to be defined.
     """
 
     model: str
@@ -37,6 +39,7 @@ class Source:
     online: bool
     multiple: int
     largest: int
+    fewest_steps: int = 1
 
     @property
     def embedded(self) -> bool:
@@ -76,6 +79,20 @@ class Source:
             f"{self.largest} pixels (width first). The nearest is {choice}."
         )
         raise SizeError(width=width, height=height, problem=problem)
+
+    def check_steps(self, steps: int) -> None:
+        """Refuse a number of steps for which the schedule divides zero by zero: every latent would be NaN.
+
+        Raises
+        ------
+        ModelError
+            ``steps`` is below :attr:`fewest_steps`.
+        """
+        if steps < self.fewest_steps:
+            problem = (
+                f"its schedule ends at a given noise level and needs at least {self.fewest_steps} steps, not {steps}"
+            )
+            raise ModelError(model=self.model, problem=problem)
 
     def _nearest(self, side: int) -> list[int]:
         below = side // self.multiple * self.multiple

@@ -59,7 +59,7 @@ KNOWN_BY = {
         ("diffusers", "models patch graphs quant apply proof bench cli tiny environment loading"),
         ("transformers", "tiny loading proof bench cli environment"),
         ("accelerate", "models patch apply proof bench cli tiny environment"),
-        ("huggingface_hub", "loading"),
+        ("huggingface_hub", "loading cli"),
         ("click", "cli"),
         ("rich", "apply proof bench cli"),
     )
