@@ -164,7 +164,10 @@ def _wrapper(kernels: Sequence[str], main: str, texts: Mapping[str, str], define
         )
     lines = ['#include "prelude.h"']
     lines += [f"#define {define.replace('=', ' ', 1)}" for define in defines]
-    lines.append(f'#include "{main}"')
+    # A kernel may stand under an #if. Where it is not compiled, its name means the outer scope's.
+    lines.append("namespace samebits_unit {")
+    lines += [f"constexpr samebits::Absent {kernel};" for kernel in kernels]
+    lines += ["namespace kernels {", f'#include "{main}"']
     memory = "nullptr, 0"
     for shared, element in found.items():
         room = f"({MAX_SHARED_BYTES} + samebits::shared_guard_bytes) / sizeof({element}) + 1"
@@ -172,6 +175,7 @@ def _wrapper(kernels: Sequence[str], main: str, texts: Mapping[str, str], define
         memory = f"reinterpret_cast<unsigned char*>({shared}), sizeof {shared}"
     lines.append(f"static samebits::DynamicShared samebits_shared() {{ return {{{memory}}}; }}")
     lines += [_ENTRY.replace("KERNEL", kernel) for kernel in kernels]
+    lines.append("}}")
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from samebits import host
-from samebits.errors import KernelArgumentError, LaunchError
+from samebits.errors import CompileError, KernelArgumentError, LaunchError
 from samebits.host.toolchain import FLAGS, MAX_SHARED_BYTES
 from samebits.jit.kernel import BoundKernel, Dimensions, Kernel
 from samebits.jit.signature import Parameter, kernel_names
@@ -47,6 +47,8 @@ class HostKernel(Kernel):
         self.library = library
         read = tuple(_letter(parameter) for parameter in parameters)
         understood = library.parameters(name)
+        if understood == ("absent",):
+            raise CompileError(f"kernel {name} is left out of its source by the constants it was compiled with.")
         if read != understood:
             raise KernelArgumentError(
                 f"kernel {name}: the source was read as parameters {read}, but the compiler understood {understood}. "
