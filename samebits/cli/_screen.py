@@ -52,13 +52,20 @@ def quiet(progress: bool) -> Iterator[None]:
 
 
 def summary(rows: Sequence[Any]) -> str:
-    """One line: how many sites were answered by kernels, and the commonest reason for the others."""
-    fused = sum(1 for row in rows if row.fused)
-    line = f"{fused} of {len(rows)} sites fused"
+    """One line: how many sites were answered by kernels, and the commonest reason for the others.
+
+    A site counts as fused when eager answered only the calls at which the two were compared.
+    """
+    from samebits.gate import COMPARED
+
+    fused = partly = 0
     reasons: Counter[str] = Counter()
     for row in rows:
-        if not row.fused:
-            reasons.update({reason.removeprefix("unsupported: ") for reason in row.reasons})
+        why = {reason.removeprefix("unsupported: ") for reason in row.reasons if reason != COMPARED}
+        reasons.update(why)
+        if row.fused:
+            fused, partly = (fused, partly + 1) if why else (fused + 1, partly)
+    line = f"{fused} of {len(rows)} sites fused{f', {partly} more at some of their calls' if partly else ''}"
     if not reasons:
         return f"{line}."
     (first, _), *others = reasons.most_common()

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -17,7 +18,9 @@ from click.testing import CliRunner, Result
 import samebits
 from samebits import cli, tiny
 from samebits.cli import main
+from samebits.cli._screen import summary
 from samebits.errors import ContractViolation
+from samebits.gate import COMPARED
 
 
 def invoke(*arguments: str) -> Result:
@@ -221,3 +224,16 @@ def test_without_a_verb_help_is_shown() -> None:
     assert done.exit_code == 2
     assert "Usage:" in done.output
     assert "generate" in done.output
+
+
+def test_the_summary_counts_a_site_as_fused_only_when_eager_answered_nothing_but_comparisons() -> None:
+    def row(fused: int, **reasons: int) -> SimpleNamespace:
+        named = {COMPARED if name == "compared" else name.replace("_", " "): count for name, count in reasons.items()}
+        return SimpleNamespace(fused=fused, reasons=named)
+
+    assert summary([row(3), row(2, compared=1)]) == "2 of 2 sites fused."
+    assert summary([row(3), row(0, no_GPU=4)]) == "1 of 2 sites fused: no GPU"
+    assert summary([row(0, **{"unsupported: no_GPU": 4})]) == "0 of 1 sites fused: no GPU"
+    mixed = [row(2, compared=1, refused=1), row(1, refused=2), row(0, odd=1), row(5)]
+    assert summary(mixed) == "1 of 4 sites fused, 2 more at some of their calls: refused (1 more reason above)"
+    assert summary([row(0, compared=1)]) == "0 of 1 sites fused."
