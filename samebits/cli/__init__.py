@@ -79,8 +79,12 @@ class _Group(click.Group):
             _say("interrupted", as_json)
         except Exception as error:
             code = FAILED
-            traceback.print_exc()
-            _say(f"failed with {type(error).__name__}: {error}", as_json)
+            # By name: torch, whose error this is, is not imported here.
+            if type(error).__name__ == "OutOfMemoryError":
+                _say(f"out of memory; --offload model or group, or a smaller --size, needs less ({error})", as_json)
+            else:
+                traceback.print_exc()
+                _say(f"failed with {type(error).__name__}: {error}", as_json)
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -16,8 +16,9 @@ def env(as_json: bool) -> None:
     from samebits.environment import digest, fingerprint
 
     found = fingerprint()
+    known = {"samebits": __version__, "digest": digest(found), "kernels": _kernels(), **found}
     if as_json:
-        click.echo(json.dumps({"samebits": __version__, "digest": digest(found), **found}, indent=2))
+        click.echo(json.dumps(known, indent=2))
         return
     from rich.console import Console
     from rich.table import Table
@@ -25,12 +26,22 @@ def env(as_json: bool) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("samebits", __version__)
-    for name, value in found.items():
+    for name, value in known.items():
         for label, text in _rows(name, value):
             table.add_row(label, text)
-    table.add_row("digest", digest(found))
     Console(highlight=False, markup=False).print(table)
+
+
+def _kernels() -> dict[str, str]:
+    """Say whether kernels can run here: on the GPU, and with ``--host`` on the CPU."""
+    import torch
+
+    from samebits import jit
+
+    gpu = "torch sees no NVIDIA GPU"
+    if torch.cuda.is_available():
+        gpu = jit.unavailable(torch.device("cuda", torch.cuda.current_device())) or "ready"
+    return {"gpu": gpu, "host": jit.unavailable(torch.device("cpu"), host=True) or "ready"}
 
 
 def _rows(name: str, value: Any) -> list[tuple[str, str]]:

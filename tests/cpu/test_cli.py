@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import samebits
@@ -83,7 +84,8 @@ def test_env_is_a_table_or_json() -> None:
     assert found["samebits"] == samebits.__version__
     assert found["torch"]["version"]
     assert len(found["digest"]) == 64
-    environment = {key: value for key, value in found.items() if key not in {"samebits", "digest"}}
+    environment = {key: value for key, value in found.items() if key not in {"samebits", "digest", "kernels"}}
+    assert set(found["kernels"]) == {"gpu", "host"}
     assert samebits.environment.digest(environment) == found["digest"]  # type: ignore[attr-defined]
 
 
@@ -170,8 +172,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[s
 
 @pytest.mark.usefixtures("no_work")
 def test_cuda_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = invoke("generate", "--device", "cuda")
     assert done.exit_code == 2
@@ -202,6 +202,7 @@ def test_a_misspelt_variable_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> No
         (ContractViolation("bits differ"), 3, "bits differ"),
         (RuntimeError("two\nlines"), 3, "failed with RuntimeError: two lines"),
         (MemoryError(), 3, "failed with MemoryError"),
+        (torch.OutOfMemoryError("CUDA out of memory."), 3, "out of memory; --offload model or group"),
     ],
 )
 def test_what_goes_wrong_later_has_an_exit_code_of_its_own(
