@@ -85,10 +85,16 @@ class Library:
             _libraries.add(self)
 
     def parameters(self, kernel: str) -> tuple[str, ...]:
-        """The compiler's own view of each parameter of a kernel: ``p8``, ``i4``, ``u8``, ``f4``, ``b1``."""
+        """The compiler's own view of each parameter of a kernel: ``p8``, ``i4``, ``u8``, ``f4``, ``b1``.
+
+        The single word ``absent`` for a kernel that the constants leave out.
+        """
         describe = self._library[f"samebits_parameters_{kernel}"]
         describe.restype = ctypes.c_char_p
-        return tuple(describe().decode().split())
+        words = describe().decode().split()
+        if len(words) != 2:
+            return tuple(words)
+        return tuple(letter + size for letter, size in zip(*words, strict=True))
 
     def launch(
         self,

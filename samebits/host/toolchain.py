@@ -25,12 +25,10 @@ FLAGS = (
     "-ffp-contract=off",  # one rounding for each operation that the source spells
     "-fno-strict-aliasing",  # kernels read halves through wider types
     "-fPIC",
-    "-shared",
-    "-pthread",
-    "-fvisibility=hidden",  # two kernels in one process must not share the shim's state
-    "-Wl,-z,defs",
+    "-fvisibility=hidden",  # two libraries in one process must not share the shim's state
     "-w",
 )
+_LINK = ("-shared", "-pthread", "-Wl,-z,defs")
 MAX_SHARED_BYTES = 227 << 10
 """The most dynamic shared memory that any supported GPU gives a block."""
 _COMPILERS = ("g++", "clang++", "c++")
@@ -96,7 +94,18 @@ def _ask(path: str) -> Compiler:
 @cache
 def shim_text() -> str:
     """All of the shim's text, for cache keys."""
-    return "".join(f"{path.name}\n{path.read_text(encoding='utf-8')}" for path in sorted(SHIM.glob("*.h")))
+    files = sorted(path for path in SHIM.iterdir() if path.suffix in (".h", ".cpp"))
+    return "".join(f"{path.name}\n{path.read_text(encoding='utf-8')}" for path in files)
+
+
+@cache
+def _runtime(compiler: Compiler, flags: tuple[str, ...]) -> bytes:
+    """The part of the shim that no kernel changes, as an object file. Compiled once per process."""
+    with tempfile.TemporaryDirectory(prefix="samebits-") as folder:
+        compiled = Path(folder, "runtime.o")
+        command = [compiler.path, *flags, "-c", f"-I{SHIM}", str(SHIM / "runtime.cpp"), "-o", str(compiled)]
+        _run(command, "the shim's runtime")
+        return compiled.read_bytes()
 
 
 def build(
@@ -133,8 +142,11 @@ def build(
             Path(folder, file_name).write_text(text, encoding="utf-8")
         wrapper = Path(folder, "samebits_wrapper.cpp")
         wrapper.write_text(_wrapper(kernels, main, texts, defines), encoding="utf-8")
-        library = Path(folder, "kernel.so")
-        command = [compiler.path, *flags, f"-I{SHIM}", f"-I{folder}", str(wrapper), "-o", str(library)]
+        runtime = Path(folder, "samebits_runtime.o")
+        runtime.write_bytes(_runtime(compiler, tuple(flags)))
+        library = Path(folder, "samebits_kernels.so")
+        includes = [f"-I{SHIM}", f"-I{folder}"]
+        command = [compiler.path, *flags, *_LINK, *includes, str(wrapper), str(runtime), "-o", str(library)]
         _run(command, main, ", ".join(kernels))
         return library.read_bytes()
 
@@ -181,15 +193,14 @@ def _wrapper(kernels: Sequence[str], main: str, texts: Mapping[str, str], define
 
 _ENTRY = """\
 extern "C" __attribute__((visibility("default"))) const char* samebits_parameters_KERNEL() {
-  static const std::string text = samebits::describe_parameters(KERNEL);
-  return text.c_str();
+  return samebits::describe_parameters(KERNEL);
 }
 
 extern "C" __attribute__((visibility("default"))) int samebits_launch_KERNEL(
     const uint32_t* sizes, uint32_t shared_bytes, const uint64_t* slots, uint32_t workers, uint64_t order,
     char* message, uint64_t message_bytes) {
-  samebits::Launch launch{{sizes[0], sizes[1], sizes[2]}, {sizes[3], sizes[4], sizes[5]}, shared_bytes, workers, order,
-                          nullptr, nullptr, samebits_shared};
-  return samebits::hand_back(samebits::launch_typed(KERNEL, launch, slots), message, message_bytes);
+  const samebits::Launch launch{{sizes[0], sizes[1], sizes[2]}, {sizes[3], sizes[4], sizes[5]}, shared_bytes, workers,
+                                order, samebits_shared, nullptr, nullptr};
+  return samebits::launch_typed(KERNEL, launch, slots, message, message_bytes);
 }
 """

@@ -12,7 +12,6 @@ inline float __fmul_rn(float a, float b) { return samebits::canonical(a * b); }
 inline float __fdiv_rn(float a, float b) { return samebits::canonical(a / b); }
 inline float __frcp_rn(float a) { return samebits::canonical(1.0f / a); }
 inline float __fsqrt_rn(float a) { return samebits::canonical(std::sqrt(a)); }
-inline float __frsqrt_rn(float a) { return samebits::canonical(samebits::rsqrt_exact(a)); }
 inline float __fmaf_rn(float a, float b, float c) { return samebits::canonical(__builtin_fmaf(a, b, c)); }
 
 inline double __dadd_rn(double a, double b) { return a + b; }

@@ -16,8 +16,7 @@
 
 #include "bits.h"
 #include "vectors.h"
-#include "fibres.h"
-#include "warp.h"
+#include "threads.h"
 #include "recorded.h"
 #include "arithmetic.h"
 #include "halves.h"
@@ -41,10 +40,10 @@
 #define warpSize 32
 
 // Last, so that no standard header above sees them.
-#define rsqrtf(x) ::samebits::recorded_rsqrtf(x)
-#define expf(x) ::samebits::recorded_expf(x)
-#define tanhf(x) ::samebits::recorded_tanhf(x)
-#define erff(x) ::samebits::recorded_erff(x)
+#define rsqrtf(x) ::samebits::approximate(::samebits::Approximate::rsqrtf, x)
+#define expf(x) ::samebits::approximate(::samebits::Approximate::expf, x)
+#define tanhf(x) ::samebits::approximate(::samebits::Approximate::tanhf, x)
+#define erff(x) ::samebits::approximate(::samebits::Approximate::erff, x)
 #define fminf(a, b) ::samebits::smaller(a, b)
 #define fmaxf(a, b) ::samebits::larger(a, b)
 #define sqrtf(x) __fsqrt_rn(x)

@@ -12,117 +12,12 @@
 #include <string>
 #include <vector>
 
-#include "vectors.h"
-
-#if !(defined(__linux__) && (defined(__x86_64__) || defined(__aarch64__)))
-#include <ucontext.h>
-#endif
+#include "switch.h"
+#include "threads.h"
 
 namespace samebits {
 
-// ---- switching from one stack to another -----------------------------------------------------------------------
-
-#if defined(__linux__) && defined(__x86_64__)
-// Saves what the calling convention says survives a call, on the old stack, and takes the same from the new one.
-asm(R"(
-.text
-.p2align 4
-samebits_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-)");
-#define SAMEBITS_ASSEMBLY 1
-inline void* first_frame(unsigned char* top, void (*entry)()) {
-  void** frame = reinterpret_cast<void**>(top);
-  *--frame = nullptr;                           // entry never returns; this keeps the stack aligned as after a call
-  *--frame = reinterpret_cast<void*>(entry);    // where `ret` goes
-  for (int saved = 0; saved < 6; ++saved) *--frame = nullptr;
-  return frame;
-}
-#elif defined(__linux__) && defined(__aarch64__)
-asm(R"(
-.text
-.p2align 4
-samebits_switch:
-  sub sp, sp, #160
-  stp x19, x20, [sp, #0]
-  stp x21, x22, [sp, #16]
-  stp x23, x24, [sp, #32]
-  stp x25, x26, [sp, #48]
-  stp x27, x28, [sp, #64]
-  stp x29, x30, [sp, #80]
-  stp d8, d9, [sp, #96]
-  stp d10, d11, [sp, #112]
-  stp d12, d13, [sp, #128]
-  stp d14, d15, [sp, #144]
-  mov x9, sp
-  str x9, [x0]
-  mov sp, x1
-  ldp x19, x20, [sp, #0]
-  ldp x21, x22, [sp, #16]
-  ldp x23, x24, [sp, #32]
-  ldp x25, x26, [sp, #48]
-  ldp x27, x28, [sp, #64]
-  ldp x29, x30, [sp, #80]
-  ldp d8, d9, [sp, #96]
-  ldp d10, d11, [sp, #112]
-  ldp d12, d13, [sp, #128]
-  ldp d14, d15, [sp, #144]
-  add sp, sp, #160
-  ret
-)");
-#define SAMEBITS_ASSEMBLY 1
-inline void* first_frame(unsigned char* top, void (*entry)()) {
-  void** frame = reinterpret_cast<void**>(top) - 20;
-  for (int saved = 0; saved < 20; ++saved) frame[saved] = nullptr;
-  frame[11] = reinterpret_cast<void*>(entry);  // x30, where `ret` goes
-  return frame;
-}
-#endif
-
-#ifdef SAMEBITS_ASSEMBLY
-extern "C" void samebits_switch(void** save, void* load) asm("samebits_switch") __attribute__((visibility("hidden")));
-using Context = void*;
-inline void prepare(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
-  context = first_frame(stack + bytes, entry);
-}
-inline void change(Context& from, Context& to) { samebits_switch(&from, to); }
-#else
-using Context = ucontext_t;
-inline void prepare(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
-  getcontext(&context);
-  context.uc_stack.ss_sp = stack;
-  context.uc_stack.ss_size = bytes;
-  context.uc_link = nullptr;
-  makecontext(&context, entry, 0);
-}
-inline void change(Context& from, Context& to) { swapcontext(&from, &to); }
-#endif
-
-// ---- a block and its threads ------------------------------------------------------------------------------------
-
 enum class State { ready, at_block_barrier, at_warp, finished };
-
-enum class Operation { syncwarp, shuffle, shuffle_up, shuffle_down, shuffle_xor, ballot };
-
-inline const char* spelling(Operation operation) {
-  static const char* const names[] = {"__syncwarp",      "__shfl_sync",     "__shfl_up_sync",
-                                      "__shfl_down_sync", "__shfl_xor_sync", "a vote"};
-  return names[static_cast<int>(operation)];
-}
 
 struct WarpCall {  // what a thread brings to a warp operation, and what it gets
   Operation operation;
@@ -132,32 +27,35 @@ struct WarpCall {  // what a thread brings to a warp operation, and what it gets
   uint64_t value;
 };
 
-struct Fibre {
+struct Fibre : Thread {
   Context context;
   State state;
-  uint3 index;
-  uint32_t number;  // within the block, x fastest, as CUDA counts lanes
   WarpCall call;
 };
 
-struct Block {
-  uint3 index;
-  dim3 dimensions;
-  dim3 grid;
+struct Block : Place {
   std::vector<Fibre> fibres;
   std::vector<uint32_t> order;
   Context scheduler;
-  void (*body)(void*);
-  void* body_data;
+  void (*body)(const void*);
+  const void* body_data;
   uint32_t live = 0;
   uint32_t at_barrier = 0;
   std::string error;
 };
 
-inline thread_local Block* block = nullptr;
-inline thread_local Fibre* self = nullptr;
+__thread const Thread* self = nullptr;
+__thread const Place* block = nullptr;
 
+inline Block& here() { return *static_cast<Block*>(const_cast<Place*>(block)); }
+inline Fibre& running() { return *static_cast<Fibre*>(const_cast<Thread*>(self)); }
 inline uint32_t lane_of(const Fibre& fibre) { return fibre.number & 31u; }
+
+inline const char* spelling(Operation operation) {
+  static const char* const names[] = {"__syncwarp",      "__shfl_sync",     "__shfl_up_sync",
+                                      "__shfl_down_sync", "__shfl_xor_sync", "a vote"};
+  return names[static_cast<int>(operation)];
+}
 
 __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) {
   char text[512];
@@ -165,29 +63,86 @@ __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) 
   va_start(arguments, format);
   std::vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
-  if (block->error.empty()) block->error = text;
+  if (here().error.empty()) here().error = text;
 }
 
 // Leave the running fibre; it goes on when the scheduler finds it ready again, and never after a fault.
 inline void wait(State state) {
-  Fibre* const waiting = self;
-  waiting->state = state;
-  change(waiting->context, block->scheduler);
+  Fibre& waiting = running();
+  waiting.state = state;
+  change(waiting.context, here().scheduler);
 }
 
 inline void fibre_main() {
-  block->body(block->body_data);
+  here().body(here().body_data);
   wait(State::finished);
+}
+
+// ---- warp operations ----------------------------------------------------------------------------------------------
+
+// The lane whose value a shuffle hands to `lane`, as PTX defines shfl.sync; the lane itself where the source lies
+// outside its segment.
+inline uint32_t shuffle_source(const WarpCall& call, uint32_t lane) {
+  const uint32_t operand = call.operand & 31u;
+  const uint32_t first = lane & ~(call.width - 1u);
+  const uint32_t last = lane | (call.width - 1u);
+  switch (call.operation) {
+    case Operation::shuffle:
+      return first | (operand & (call.width - 1u));
+    case Operation::shuffle_up:
+      return lane >= first + operand ? lane - operand : lane;
+    case Operation::shuffle_down:
+      return lane + operand <= last ? lane + operand : lane;
+    case Operation::shuffle_xor:
+      return (lane ^ operand) <= last ? lane ^ operand : lane;
+    default:
+      return lane;
+  }
+}
+
+inline void finish_warp_operation(Fibre* warp, uint32_t mask) {
+  uint64_t answers[32] = {};
+  uint64_t votes = 0;
+  for (uint32_t lane = 0; lane < 32; ++lane)
+    if (mask >> lane & 1u) votes |= (warp[lane].call.value & 1u) << lane;
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    if (!(mask >> lane & 1u)) continue;
+    const WarpCall& call = warp[lane].call;
+    if (call.operation == Operation::ballot) {
+      answers[lane] = votes;
+    } else if (call.operation != Operation::syncwarp) {
+      const uint32_t source = shuffle_source(call, lane);
+      if (!(mask >> source & 1u)) {
+        return fail("%s: lane %u reads lane %u, which the mask 0x%08x does not name", spelling(call.operation), lane,
+                    source, mask);
+      }
+      answers[lane] = warp[source].call.value;
+    }
+  }
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    if (!(mask >> lane & 1u)) continue;
+    warp[lane].call.value = answers[lane];
+    warp[lane].state = State::ready;
+  }
+}
+
+uint64_t meet(Operation operation, uint32_t mask, uint32_t operand, int width, uint64_t value) {
+  const bool power_of_two = width >= 1 && width <= 32 && (width & (width - 1)) == 0;
+  if (!power_of_two) fail("%s: the width must be a power of two up to 32, got %d", spelling(operation), width);
+  if (!(mask >> lane_of(running()) & 1u))
+    fail("%s: lane %u calls with mask 0x%08x, which does not name it", spelling(operation), lane_of(running()), mask);
+  Fibre& me = running();
+  me.call = {operation, mask, operand, static_cast<uint32_t>(width), value};
+  wait(State::at_warp);
+  return me.call.value;
 }
 
 // ---- what threads wait for --------------------------------------------------------------------------------------
 
-void finish_warp_operation(Fibre* warp, uint32_t mask);  // in warp.h
-
-inline Fibre* warp_of(const Fibre& fibre) { return &block->fibres[fibre.number & ~31u]; }
+inline Fibre* warp_of(const Fibre& fibre) { return &here().fibres[fibre.number & ~31u]; }
 
 inline uint32_t lanes_in(const Fibre* warp) {
-  const uint32_t rest = static_cast<uint32_t>(block->fibres.size()) - warp->number;
+  const uint32_t rest = static_cast<uint32_t>(here().fibres.size()) - warp->number;
   return rest < 32u ? rest : 32u;
 }
 
@@ -229,16 +184,16 @@ inline void check_finished(const Fibre& finished) {
 
 // __syncthreads counts the threads that have not returned.
 inline void check_barrier() {
-  if (block->live == 0 || block->at_barrier != block->live) return;
-  block->at_barrier = 0;
-  for (Fibre& fibre : block->fibres)
+  if (here().live == 0 || here().at_barrier != here().live) return;
+  here().at_barrier = 0;
+  for (Fibre& fibre : here().fibres)
     if (fibre.state == State::at_block_barrier) fibre.state = State::ready;
 }
 
 inline void explain_deadlock() {
   uint32_t at_warp = 0;
   const Fibre* example = nullptr;
-  for (const Fibre& fibre : block->fibres) {
+  for (const Fibre& fibre : here().fibres) {
     if (fibre.state != State::at_warp) continue;
     ++at_warp;
     example = &fibre;
@@ -248,10 +203,12 @@ inline void explain_deadlock() {
     std::snprintf(where, sizeof where, " (for example thread %u at %s, mask 0x%08x)", example->number,
                   spelling(example->call.operation), example->call.mask);
   fail("the threads wait for each other for ever: %u at __syncthreads, %u at a warp operation%s, %zu returned",
-       block->at_barrier, at_warp, where, block->fibres.size() - block->live);
+       here().at_barrier, at_warp, where, here().fibres.size() - here().live);
 }
 
-// ---- running a block --------------------------------------------------------------------------------------------
+void wait_for_block() { wait(State::at_block_barrier); }
+
+// ---- running a block ----------------------------------------------------------------------------------------------
 
 // The stacks of a block's threads, one after another. Below each lies a pattern that tells an overflow; a page that
 // faults would tell it sooner, but a process may map only some ten thousand areas.
@@ -280,35 +237,35 @@ class Stacks {
   size_t bytes_;
 };
 
-// Runs all threads of `block` to their end. False, with block->error set, after a fault.
+// Runs all threads of `block` to their end. False, with here().error set, after a fault.
 inline bool run_block(Stacks& stacks) {
-  for (Fibre& fibre : block->fibres) {
+  for (Fibre& fibre : here().fibres) {
     fibre.state = State::ready;
     prepare(fibre.context, stacks.at(fibre.number), Stacks::bytes, fibre_main);
   }
-  block->live = static_cast<uint32_t>(block->fibres.size());
-  block->at_barrier = 0;
-  while (block->live) {
+  here().live = static_cast<uint32_t>(here().fibres.size());
+  here().at_barrier = 0;
+  while (here().live) {
     bool progress = false;
-    for (uint32_t number : block->order) {
-      Fibre& fibre = block->fibres[number];
+    for (uint32_t number : here().order) {
+      Fibre& fibre = here().fibres[number];
       if (fibre.state != State::ready) continue;
       progress = true;
       self = &fibre;
-      change(block->scheduler, fibre.context);
-      if (!block->error.empty()) return false;
+      change(here().scheduler, fibre.context);
+      if (!here().error.empty()) return false;
       if (fibre.state == State::at_warp) {
         check_warp(fibre);
       } else if (fibre.state == State::at_block_barrier) {
-        ++block->at_barrier;
+        ++here().at_barrier;
         check_barrier();
       } else if (fibre.state == State::finished) {
-        --block->live;
+        --here().live;
         check_finished(fibre);
         check_barrier();
       }
       if (!stacks.intact(number)) fail("thread %u needs more than %zu bytes of stack", number, Stacks::bytes);
-      if (!block->error.empty()) return false;
+      if (!here().error.empty()) return false;
     }
     if (!progress) {
       explain_deadlock();
