@@ -182,9 +182,9 @@ def unavailable(device: torch.device, host: bool = False) -> str | None:
 @cache
 def _unavailable(kind: str, index: int | None, host: bool) -> str | None:
     if kind == "cuda":
-        from samebits.jit import cuda
+        from samebits.jit import driver
 
-        return cuda.unavailable(torch.device(kind) if index is None else torch.device(kind, index))
+        return driver.unavailable(torch.device(kind) if index is None else torch.device(kind, index))
     if kind == "cpu":
         if not host:
             return "the tensors are on the CPU, where kernels run only when the host toolchain is asked for (host=True)"

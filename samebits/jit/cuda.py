@@ -8,138 +8,22 @@ is the value itself, whatever its type.
 
 from __future__ import annotations
 
-import re
-import sys
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from samebits.errors import CompileError, CompileInCaptureError, KernelArgumentError, LaunchError
 from samebits.jit import nvrtc
+from samebits.jit.driver import STICKY, architecture, capturing, code_of, relaxed, runtime, sentence_of
 from samebits.jit.kernel import BoundKernel, Dimensions, Kernel
 from samebits.jit.signature import Parameter
 from samebits.jit.source import Source
 
-OLDEST_CAPABILITY = (8, 0)
 _SHARED_BYTES = 48 << 10
 """Shared memory, static and dynamic, that a block may use without the kernel having been allowed more."""
-_MAX_STREAMS = 1024
-
-STICKY = frozenset(
-    f"CUDA_ERROR_{name}"
-    for name in (
-        "DEINITIALIZED",
-        "ECC_UNCORRECTABLE",
-        "NVLINK_UNCORRECTABLE",
-        "ILLEGAL_ADDRESS",
-        "LAUNCH_TIMEOUT",
-        "CONTEXT_IS_DESTROYED",
-        "ASSERT",
-        "HARDWARE_STACK_ERROR",
-        "ILLEGAL_INSTRUCTION",
-        "MISALIGNED_ADDRESS",
-        "INVALID_ADDRESS_SPACE",
-        "INVALID_PC",
-        "LAUNCH_FAILED",
-        "TENSOR_MEMORY_LEAK",
-        "EXTERNAL_DEVICE",
-        "CONTAINED",
-        "MPS_CLIENT_TERMINATED",
-        "UNKNOWN",
-    )
-)
-"""The driver's errors after which the context, and with it every CUDA call of the process, is lost."""
-
-
-class Runtime:
-    """The functions of torch and cuda.core that a launch uses, looked up once.
-
-    Attributes
-    ----------
-    launch : callable
-        ``cuda.core.launch``.
-    current_device : callable
-        ``() -> int``.
-    current_stream : callable
-        ``(device_index) -> int``, the raw handle.
-    """
-
-    def __init__(self) -> None:
-        try:
-            import cuda.core
-            from cuda.bindings import driver
-        except Exception as error:  # a missing shared library raises its own class
-            raise CompileError(f"cuda-core cannot be imported: {error}. `pip install cuda-core` brings it.") from error
-        self.core: Any = cuda.core
-        self.driver: Any = driver
-        self.launch: Callable[..., None] = cuda.core.launch
-        self.current_device: Callable[[], int] = torch._C._cuda_getDevice
-        self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        self._streams: dict[int, Any] = {
-            # torch's handle 0 always means the legacy default stream; to the driver it means whichever of the two
-            # the calling library was built or told to use.
-            0: cuda.core.LEGACY_DEFAULT_STREAM,
-            1: cuda.core.LEGACY_DEFAULT_STREAM,
-            2: cuda.core.PER_THREAD_DEFAULT_STREAM,
-        }
-        self.find_stream = self._streams.get
-
-    def wrap_stream(self, handle: int) -> Any:
-        """cuda.core's object for a raw handle that was not seen before."""
-        if len(self._streams) > _MAX_STREAMS:  # external streams may come and go without end
-            for known in [known for known in self._streams if known > 2]:
-                self._streams.pop(known, None)
-        stream = self.core.Stream.from_handle(handle)
-        self._streams[handle] = stream
-        return stream
-
-
-@cache
-def runtime() -> Runtime:
-    """The one runtime of this process."""
-    return Runtime()
-
-
-def capturing(device_index: int) -> bool:
-    """Whether this thread or another captures a CUDA graph: loading a module would break that capture."""
-    from samebits import capture
-
-    return capture.capturing_here(torch.device("cuda", device_index)) or capture.capturing_anywhere()
-
-
-def architecture(device: torch.device) -> str:
-    """The ``sm_XX`` that kernels for this device are compiled for."""
-    return nvrtc.architecture_for(*torch.cuda.get_device_capability(device))
-
-
-def unavailable(device: torch.device) -> str | None:
-    """Why no kernel can run on a CUDA device, as a sentence, or ``None``."""
-    if torch.version.cuda is None:
-        build = "ROCm" if getattr(torch.version, "hip", None) else "CPU"
-        return f"this is a {build} build of torch {torch.__version__}; the kernels need a CUDA build"
-    if not torch.cuda.is_available():
-        return "torch finds no usable CUDA device: no NVIDIA GPU, or no driver for it"
-    count = torch.cuda.device_count()
-    if device.index is not None and device.index >= count:
-        return f"there is no {device}: torch sees {count} CUDA device{'s' if count != 1 else ''}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_CAPABILITY:
-        return (
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; "
-            f"the kernels need {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer"
-        )
-    if sys.byteorder != "little":
-        return "arguments are handed to the driver in little-endian order, which this machine does not have"
-    try:
-        runtime()
-        nvrtc.include_folder()
-        nvrtc.architecture_for(*capability)
-    except CompileError as error:
-        return str(error)
-    return None
 
 
 class CudaToolchain:
@@ -174,12 +58,13 @@ class CudaToolchain:
         """Load a cubin: cuda.core's object, which knows the kernel of this name."""
         self._refuse_in_capture(name)
         try:
-            code = runtime().core.ObjectCode.from_cubin(content, name=name)
-            code.get_kernel(name)  # cuda.core loads when the first kernel is asked for
+            with relaxed():
+                code = runtime().core.ObjectCode.from_cubin(content, name=name)
+                code.get_kernel(name)  # cuda.core loads when the first kernel is asked for
         except Exception as error:
-            if _code(error) in STICKY:
-                raise LaunchError(kernel=name, cause=_sentence(error), sticky=True) from error
-            raise CompileError(f"kernel {name} for {self.target} cannot be loaded: {_sentence(error)}.") from error
+            if code_of(error) in STICKY:
+                raise LaunchError(kernel=name, cause=sentence_of(error), sticky=True) from error
+            raise CompileError(f"kernel {name} for {self.target} cannot be loaded: {sentence_of(error)}.") from error
         return code
 
     def kernel(self, module: Any, name: str, parameters: tuple[Parameter, ...]) -> CudaKernel:
@@ -251,23 +136,20 @@ class CudaKernel(Kernel):
 
     def _load_on(self, device_index: int) -> int:
         """Load, and return how much dynamic shared memory a block may use without being allowed more."""
-        from samebits.capture import default_probe
-
         driver = self.runtime.driver
         try:
-            # Relaxed, because another thread may begin a capture between our question and the load.
-            with torch.cuda.device(device_index), default_probe().relaxed():
+            with torch.cuda.device(device_index), relaxed():
                 # torch sets a device up lazily and per thread; the driver needs its context to be current.
                 self.runtime.core.Device(device_index).set_current()
                 status, function = driver.cuKernelGetFunction(self.handle.handle)
                 self._check(status)
-                if hasattr(driver, "cuFuncLoad"):
+                with contextlib.suppress(RuntimeError):  # a driver before CUDA 12.4 does not have it
                     self._check(driver.cuFuncLoad(function)[0])
             return _SHARED_BYTES - int(self.handle.attributes[device_index].shared_size_bytes)
         except LaunchError:
             raise
         except Exception as error:
-            raise LaunchError(kernel=self.name, cause=_sentence(error), sticky=_code(error) in STICKY) from error
+            raise LaunchError(kernel=self.name, cause=sentence_of(error), sticky=code_of(error) in STICKY) from error
 
     def _allow(self, device_index: int, shared_bytes: int) -> None:
         driver = self.runtime.driver
@@ -329,21 +211,11 @@ class CudaBound(BoundKernel):
         return None
 
     def _explain(self, error: Exception, device_index: int, stream: Any, pointers: tuple[int, ...]) -> None:
-        if _code(error) == "CUDA_ERROR_INVALID_CONTEXT":
+        if code_of(error) == "CUDA_ERROR_INVALID_CONTEXT":
             # A thread that made no CUDA call yet has no context, although torch names a current device for it.
             try:
                 self._kernel.runtime.core.Device(device_index).set_current()
                 return self._launch(stream, self._config, self._handle, *self._arguments(pointers))
             except Exception as again:
                 error = again
-        raise LaunchError(kernel=self.name, cause=_sentence(error), sticky=_code(error) in STICKY) from error
-
-
-def _code(error: Exception) -> str:
-    """The driver's name for an error, which cuda.core puts into the message; empty where there is none."""
-    found = re.search(r"CUDA_ERROR_\w+", str(error))
-    return found[0] if found else ""
-
-
-def _sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
+        raise LaunchError(kernel=self.name, cause=sentence_of(error), sticky=code_of(error) in STICKY) from error
