@@ -75,16 +75,25 @@ template <> struct WordsOf<8> { using type = uint2; };
 template <> struct WordsOf<16> { using type = uint4; };
 template <class V> using Words = typename WordsOf<sizeof(V)>::type;
 
-template <class V> __device__ __forceinline__ V load_vector(const V* p) {
-  V v;
-  *reinterpret_cast<Words<V>*>(&v) = *reinterpret_cast<const Words<V>*>(p);
+template <class V> __device__ __forceinline__ Words<V>& words(V& v) { return *reinterpret_cast<Words<V>*>(&v); }
+
+// From global or shared memory.
+template <class E, int N> __device__ __forceinline__ Vector<E, N> load(const E* p) {
+  Vector<E, N> v;
+  words(v) = *reinterpret_cast<const Words<Vector<E, N>>*>(p);
   return v;
 }
-template <class V> __device__ __forceinline__ void store_vector(V* p, const V& v) {
-  *reinterpret_cast<Words<V>*>(p) = *reinterpret_cast<const Words<V>*>(&v);
+
+// To global memory. Left to itself the compiler may split a store into words; the intrinsic is one instruction.
+template <class E, int N> __device__ __forceinline__ void store(E* p, Vector<E, N> v) {
+#ifdef __CUDA_ARCH__
+  __stwb(reinterpret_cast<Words<Vector<E, N>>*>(p), words(v));
+#else
+  *reinterpret_cast<Words<Vector<E, N>>*>(p) = words(v);
+#endif
 }
-template <class E, int N> __device__ __forceinline__ Vector<E, N> load(const E* p) { return load_vector(reinterpret_cast<const Vector<E, N>*>(p)); }
-template <class E, int N> __device__ __forceinline__ void store(E* p, const Vector<E, N>& v) { store_vector(reinterpret_cast<Vector<E, N>*>(p), v); }
+
+template <class E, int N> __device__ __forceinline__ void store_shared(E* p, Vector<E, N> v) { *reinterpret_cast<Words<Vector<E, N>>*>(p) = words(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Activations, in fp32 as ATen's kernels compute them.
@@ -114,7 +123,7 @@ template <class E, int N> __device__ __forceinline__ void copy_async(E* shared, 
   if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
   else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(BYTES) : "memory");
 #else
-  store<E, N>(shared, load<E, N>(global));
+  store_shared<E, N>(shared, load<E, N>(global));
 #endif
 }
 

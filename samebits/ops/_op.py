@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,16 +26,12 @@ Variant = tuple[str, dict[str, int | str], bool]
 """A kernel as the tests compile it: its name, its constants, and whether its arithmetic owes an FMA."""
 
 
-class Launcher(Protocol):
-    """A kernel made ready for one signature: everything but the pointers is already decided."""
+Launcher = Callable[..., Outputs]
+"""A kernel made ready for one signature: everything but the pointers is already decided.
 
-    def __call__(self, *args: Any, out: tuple[torch.Tensor, ...] | None = None) -> Outputs:
-        """Run the kernel on ``args`` and return its outputs.
-
-        ``args`` must have the signature that the launcher was prepared for. With ``out`` the given
-        tensors are filled instead of fresh ones: the gate hands in poisoned memory, the tests canaries.
-        """
-        ...
+``launcher(*args, out=None)`` runs it on arguments of the signature that it was prepared for and returns its outputs.
+With ``out`` the given tensors are filled instead of fresh ones: the gate hands in poisoned memory, the tests canaries.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Per-head RMSNorm of query and key in one launch, for the three references in use.
 
-Kinds and where they round (details in ``qk_norm.cu``):
+Kinds and where they round (details in ``_head_norm.cuh``):
 
 - ``diffusers``: ``diffusers.models.normalization.RMSNorm``; fp32 until the cast before the weight. An fp32 weight
   gives an fp32 result.
@@ -101,7 +101,7 @@ def unsupported(
             return f"{name}'s dimensions must lie in memory in their order and apart; the strides are {x.stride()}"
         if not aligned(weight, 4) or (kind == "torch" and not aligned(x, 4)):
             return f"{name} or its weight is not aligned to four elements"
-        if kind != "torch" and _plan(x, kind) is None:
+        if kind != "torch" and head_plan(x, kind) is None:
             return f"the heads of {name} are so long that ATen splits one across blocks"
     return None
 
@@ -110,7 +110,8 @@ def _rows(x: torch.Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _plan(x: torch.Tensor, kind: str) -> ReducePlan | None:
+def head_plan(x: torch.Tensor, kind: str) -> ReducePlan | None:
+    """Return the geometry in which ATen sums x's heads, ``(B, S, H, head_dim)``, or ``None`` where none is known."""
     if kind == "torch":
         return _LAYER_NORM_PLAN
     return reduce_plan(_rows(x), x.shape[-1], 2 if kind == "native" else 4)
@@ -126,7 +127,7 @@ def prepare(
 ) -> Launcher:
     """Compile the kernel for these arguments' signature and plan its launch."""
     head_dim = q.shape[-1]
-    plan, k_plan = _plan(q, kind), _plan(k, kind)
+    plan, k_plan = head_plan(q, kind), head_plan(k, kind)
     if plan is None or k_plan is None:
         raise ValueError("qk_norm has no plan for these arguments; ask `unsupported` first")
     constants: dict[str, int | str] = {
@@ -222,7 +223,7 @@ def _case(
         else:
             q = randn((batch, tokens, width), dtype, device, seed, amplitude)
             k = randn((batch, tokens, width), dtype, device, seed + 1, amplitude)
-        q, k = q.unflatten(-1, (heads, head_dim)), k.unflatten(-1, (heads, head_dim))
+        q, k = torch.unflatten(q, -1, (heads, head_dim)), torch.unflatten(k, -1, (heads, head_dim))
         weights = (1 + randn((2, head_dim), torch.float32, device, seed + 2, 0.1)).to(weight_dtype or dtype)
         return q, k, weights[0].clone(), weights[1].clone(), 1e-6, kind
 
@@ -288,6 +289,13 @@ OP = Op(
     allocate=allocate,
     bytes_moved=bytes_moved,
     cases=CASES,
-    sources=(SOURCE, HERE / "_numerics.cuh", HERE / "qk_norm.py", HERE / "_reduce_plan.py", HERE / "_layout.py"),
+    sources=(
+        SOURCE,
+        HERE / "_head_norm.cuh",
+        HERE / "_numerics.cuh",
+        HERE / "qk_norm.py",
+        HERE / "_reduce_plan.py",
+        HERE / "_layout.py",
+    ),
     headline=tuple(case.name for case in CASES[:6]),
 )

@@ -80,6 +80,13 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | Non
     return None
 
 
+def broadcast_strides(scale: torch.Tensor | None) -> tuple[int, int]:
+    """Return by how many elements a scale ``(B or 1, S or 1, D)`` moves from sample to sample and token to token."""
+    if scale is None:
+        return 0, 0
+    return scale.stride(0) if scale.shape[0] > 1 else 0, scale.stride(1) if scale.shape[1] > 1 else 0
+
+
 def prepare(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, eps: float) -> Launcher:
     """Compile the kernel for these arguments' signature and plan its launch."""
     width = x.shape[-1]
@@ -88,11 +95,9 @@ def prepare(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, e
     if plan is None or layout is None:
         raise ValueError("rms_norm_scale has no plan for these arguments; ask `unsupported` first")
     tokens, sample_stride, token_stride = layout.tokens, layout.sample_stride, layout.token_stride
-    scale_strides = (0, 0)
     if scale is not None:
         tokens = x.shape[1]
         sample_stride, token_stride = x.stride(0), x.stride(1)
-        scale_strides = (scale.stride(0) if scale.shape[0] > 1 else 0, scale.stride(1) if scale.shape[1] > 1 else 0)
     wide = 8 if x.element_size() == 2 and all(t is None or aligned(t, 8) for t in (x, weight, scale)) else 4
     constants: dict[str, int | str] = {
         "ELEMENT": CTYPES[x.dtype],
@@ -102,6 +107,7 @@ def prepare(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, e
         "WIDE": wide if width % wide == 0 else 4,
         "HAS_SCALE": int(scale is not None),
     }
+    scale_strides = broadcast_strides(scale)
     bound = jit.compile(SOURCE, "rms_norm_scale", constants, x.device).bind(
         (rows, 1, 1),
         (plan.columns, plan.groups, 1),
