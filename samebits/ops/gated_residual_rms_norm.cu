@@ -1,0 +1,69 @@
+// A gated residual of a normalised branch, and the next norm of the result (Z-Image); RMS is diffusers' full-width RMSNorm:
+//
+//   n = RMS(y, y_weight)                  rounded after y * r and after the weight
+//   p = round(gate * n)                   without a gate just n
+//   x' = round(x + p)                     kept
+//   z = round(RMS(x', weight) * scale)    where HAS_NEXT; without a scale just RMS(x', weight)
+//
+// Macros: ELEMENT; WIDTH; COLUMNS, GROUPS ATen's geometry; WIDE elements that one memory instruction moves (4, or 8 where
+// the pointers allow); HAS_GATE, HAS_NEXT, HAS_SCALE 0 or 1.
+
+#include "_numerics.cuh"
+
+using Element = ELEMENT;
+
+#include "_row_sum.cuh"
+
+// grid (rows), block (COLUMNS, GROUPS), shared (WIDTH,) elements
+extern "C" __global__ void __launch_bounds__(THREADS)
+gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict__ gate, const Element* __restrict__ y,
+                        const Element* __restrict__ y_weight, const Element* __restrict__ weight,
+                        const Element* __restrict__ scale, Element* __restrict__ x_out, Element* __restrict__ z_out,
+                        int tokens, long long x_sample_stride, long long x_token_stride, long long y_sample_stride,
+                        long long y_token_stride, long long gate_sample_stride, long long gate_token_stride,
+                        long long scale_sample_stride, long long scale_token_stride, float mean_factor, float eps) {
+  extern __shared__ uint4 shared[];
+  Element* row = reinterpret_cast<Element*>(shared);  // (WIDTH,): first y, then x'
+  const int thread = threadIdx.x + COLUMNS * threadIdx.y;
+  const int sample = blockIdx.x / tokens, token = blockIdx.x - sample * tokens;
+  const Element* y_row = y + sample * y_sample_stride + token * y_token_stride;           // (WIDTH,)
+  const Element* x_row = x + sample * x_sample_stride + token * x_token_stride;           // (WIDTH,)
+  const Element* gate_row = gate + sample * gate_sample_stride + token * gate_token_stride;  // (WIDTH,)
+  const long long out = (long long)blockIdx.x * WIDTH;
+#pragma unroll
+  for (int at = thread * WIDE; at < WIDTH; at += THREADS * WIDE) copy_async<Element, WIDE>(row + at, y_row + at);
+  wait_for_copies();
+  __syncthreads();
+  float r = reciprocal_root_mean_square(row, mean_factor, eps);
+  __syncthreads();  // every thread has read what the next loop overwrites
+#pragma unroll 4
+  for (int at = thread * WIDE; at < WIDTH; at += THREADS * WIDE) {
+    const Vector<Element, WIDE> v = load<Element, WIDE>(row + at), w = load<Element, WIDE>(y_weight + at);
+    Vector<Element, WIDE> o = load<Element, WIDE>(x_row + at), g = {};
+    if (HAS_GATE) g = load<Element, WIDE>(gate_row + at);
+#pragma unroll
+    for (int k = 0; k < WIDE / 2; k++) {
+      const Pair<Element> n = rms_norm(v.pair[k], r, w.pair[k]);
+      o.pair[k] = sum(o.pair[k], HAS_GATE ? product(g.pair[k], n) : n);
+    }
+    store(x_out + out + at, o);
+    if (HAS_NEXT) store_shared(row + at, o);
+  }
+  if (!HAS_NEXT) return;
+  __syncthreads();
+  r = reciprocal_root_mean_square(row, mean_factor, eps);
+
+  const Element* scale_row = scale + sample * scale_sample_stride + token * scale_token_stride;  // (WIDTH,)
+#pragma unroll 4
+  for (int at = thread * WIDE; at < WIDTH; at += THREADS * WIDE) {
+    const Vector<Element, WIDE> v = load<Element, WIDE>(row + at), w = load<Element, WIDE>(weight + at);
+    Vector<Element, WIDE> s = {}, o;
+    if (HAS_SCALE) s = load<Element, WIDE>(scale_row + at);
+#pragma unroll
+    for (int k = 0; k < WIDE / 2; k++) {
+      o.pair[k] = rms_norm(v.pair[k], r, w.pair[k]);
+      if (HAS_SCALE) o.pair[k] = product(o.pair[k], s.pair[k]);
+    }
+    store(z_out + out + at, o);
+  }
+}

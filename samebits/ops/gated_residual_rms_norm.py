@@ -1,0 +1,252 @@
+"""A gated residual of a normalised branch, and the next norm of the result: Z-Image's chain.
+
+``x + gate * RMSNorm(y)``, then ``RMSNorm(x') * scale``. Roundings to the element type: after ``y * r``, after y's
+weight, after the gate, after the residual sum, and those of ``rms_norm_scale``. The means reproduce ATen's
+``reduce_kernel``, see ``_row_sum.cuh``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from samebits import jit
+from samebits.ops import rms_norm_scale
+from samebits.ops._layout import CTYPES, HERE, aligned, randn
+from samebits.ops._op import Args, Case, Launcher, Op, Outputs, Variant
+from samebits.ops._reduce_plan import mean_factor, reduce_plan
+from samebits.ops.qk_norm import rms_norm
+
+SOURCE = HERE / "gated_residual_rms_norm.cu"
+
+
+def reference(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    y: torch.Tensor,
+    y_weight: torch.Tensor,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    eps: float,
+) -> Outputs:
+    """Compute the chain in eager, as Z-Image's block spells it.
+
+    Parameters
+    ----------
+    x, y : torch.Tensor
+        ``(B, S, D)``: the residual stream and the branch that joins it.
+    gate : torch.Tensor, optional
+        ``(B, 1, D)`` or ``(B, S, D)``, after its tanh; ``None`` in a block without modulation.
+    y_weight : torch.Tensor
+        ``(D,)``: the weight of the branch's norm.
+    weight : torch.Tensor, optional
+        ``(D,)``: the weight of the next norm; ``None`` ends the chain at the residual stream.
+    scale : torch.Tensor, optional
+        ``(B, 1, D)`` or ``(B, S, D)``: what the next norm is multiplied with.
+    eps : float
+        Added to both mean squares.
+
+    Returns
+    -------
+    torch.Tensor or tuple of torch.Tensor
+        The new residual stream and, with ``weight``, its scaled norm; ``(B, S, D)``, contiguous.
+    """
+    branch = rms_norm(y, y_weight, eps, "diffusers")
+    x = x + (branch if gate is None else gate * branch)
+    return x if weight is None else (x, rms_norm_scale.reference(x, weight, scale, eps))
+
+
+def unsupported(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    y: torch.Tensor,
+    y_weight: torch.Tensor,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    eps: float,
+) -> str | None:
+    """Say why the kernel does not take these arguments, or return ``None``. See :func:`reference` for the shapes."""
+    if x.dim() != 3 or tuple(x.shape) != tuple(y.shape):
+        return f"x and y must be (batch, tokens, width) alike; they are {tuple(x.shape)} and {tuple(y.shape)}"
+    if x.dtype != y.dtype or x.device != y.device:
+        return "x and y must have one dtype and lie on one device"
+    if weight is None and scale is not None:
+        return "a scale needs the weight of its norm"
+    # The gate broadcasts as a scale does, and the residual stream is laid out as the next norm wants it.
+    if reason := rms_norm_scale.unsupported(y, y_weight, gate, eps):
+        return f"the branch: {reason}"
+    if reason := rms_norm_scale.unsupported(x, y_weight if weight is None else weight, scale, eps):
+        return f"the residual stream: {reason}"
+    return None
+
+
+def prepare(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    y: torch.Tensor,
+    y_weight: torch.Tensor,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    eps: float,
+) -> Launcher:
+    """Compile the kernel for these arguments' signature and plan its launch."""
+    batch, tokens, width = x.shape
+    rows = batch * tokens
+    plan = reduce_plan(rows, width, 4)
+    if plan is None:
+        raise ValueError("gated_residual_rms_norm has no plan for these arguments; ask `unsupported` first")
+    tensors = [t for t in (x, gate, y, y_weight, weight, scale) if t is not None]
+    wide = 8 if x.element_size() == 2 and width % 8 == 0 and all(aligned(t, 8) for t in tensors) else 4
+    constants: dict[str, int | str] = {
+        "ELEMENT": CTYPES[x.dtype],
+        "WIDTH": width,
+        "COLUMNS": plan.columns,
+        "GROUPS": plan.groups,
+        "WIDE": wide,
+        "HAS_GATE": int(gate is not None),
+        "HAS_NEXT": int(weight is not None),
+        "HAS_SCALE": int(scale is not None),
+    }
+    gate_strides, scale_strides = rms_norm_scale.broadcast_strides(gate), rms_norm_scale.broadcast_strides(scale)
+    bound = jit.compile(SOURCE, "gated_residual_rms_norm", constants, x.device).bind(
+        (rows, 1, 1),
+        (plan.columns, plan.groups, 1),
+        width * x.element_size(),
+        tokens=tokens,
+        x_sample_stride=x.stride(0),
+        x_token_stride=x.stride(1),
+        y_sample_stride=y.stride(0),
+        y_token_stride=y.stride(1),
+        gate_sample_stride=gate_strides[0],
+        gate_token_stride=gate_strides[1],
+        scale_sample_stride=scale_strides[0],
+        scale_token_stride=scale_strides[1],
+        mean_factor=mean_factor(rows, width),
+        eps=float(eps),
+    )
+    shape, dtype, device, device_index, empty = x.shape, x.dtype, x.device, x.device.index or 0, torch.empty
+    has_next = weight is not None
+
+    def launch(
+        x: torch.Tensor,
+        gate: torch.Tensor | None,
+        y: torch.Tensor,
+        y_weight: torch.Tensor,
+        weight: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        eps: float,
+        *,
+        out: tuple[torch.Tensor, ...] | None = None,
+    ) -> Outputs:
+        if out is None:
+            stream = empty(shape, dtype=dtype, device=device)
+            out = (stream, empty(shape, dtype=dtype, device=device)) if has_next else (stream,)
+        bound(
+            device_index,
+            x.data_ptr(),
+            0 if gate is None else gate.data_ptr(),
+            y.data_ptr(),
+            y_weight.data_ptr(),
+            0 if weight is None else weight.data_ptr(),
+            0 if scale is None else scale.data_ptr(),
+            out[0].data_ptr(),
+            out[1].data_ptr() if has_next else 0,
+        )
+        return out if has_next else out[0]
+
+    return launch
+
+
+def allocate(
+    x: torch.Tensor, gate: Any, y: torch.Tensor, y_weight: torch.Tensor, weight: Any, *_: Any
+) -> tuple[torch.Tensor, ...]:
+    """Return the uninitialised outputs, ``(B, S, D)`` contiguous: one, or two with the next norm."""
+    count = 1 if weight is None else 2
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(count))
+
+
+def bytes_moved(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    y: torch.Tensor,
+    y_weight: torch.Tensor,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    eps: float,
+) -> int:
+    """Return the bytes that one call must move: x, y, gate, weights and scale in, the results out."""
+    elements = (3 if weight is None else 4) * x.numel()
+    elements += sum(t.numel() for t in (gate, y_weight, weight, scale) if t is not None)
+    return elements * x.element_size()
+
+
+def _case(
+    tokens: int, width: int, dtype: torch.dtype, batch: int = 1, *, form: str = "", amplitude: float = 1.0
+) -> Case:
+    def build(device: torch.device, seed: int) -> Args:
+        x = randn((batch, tokens, width), dtype, device, seed, amplitude)
+        y = randn((batch, tokens, width), dtype, device, seed + 1, amplitude)
+        weights = (1 + randn((2, width), torch.float32, device, seed + 2, 0.1)).to(dtype)
+        rows = tokens if form == "per-token" else 1
+        gate, scale = randn((batch, rows, 2 * width), dtype, device, seed + 3).chunk(2, dim=-1)
+        if form == "no-modulation":
+            return x, None, y, weights[0].clone(), weights[1].clone(), None, 1e-5
+        if form == "last":
+            return x, gate.tanh(), y, weights[0].clone(), None, None, 1e-5
+        return x, gate.tanh(), y, weights[0].clone(), weights[1].clone(), 1.0 + scale, 1e-5
+
+    name = f"{batch}x{tokens}x{width}" + (f" {form}" if form else "") + (f" x{amplitude:g}" if amplitude != 1 else "")
+    return Case(name, dtype, 2 * batch * tokens, build)
+
+
+_BF16 = torch.bfloat16
+CASES = (
+    _case(4224, 3840, _BF16),
+    _case(4224, 3840, _BF16, form="last"),
+    _case(128, 3840, _BF16, form="no-modulation"),
+    *(_case(rows, 3840, _BF16) for rows in (1, 2, 4, 8, 15, 17)),
+    *(
+        _case(rows, width, dtype, batch=2)
+        for rows in (1, 5, 9)
+        for width in (128, 1000, 8200)
+        for dtype in CTYPES
+        if dtype.is_floating_point
+    ),
+    _case(64, 3840, _BF16, batch=2, form="per-token"),
+    *(_case(64, 3840, _BF16, amplitude=amplitude) for amplitude in (1e-3, 40.0, 200.0)),
+)
+
+
+def _variant(element: str, width: int, columns: int, groups: int, **has: int) -> Variant:
+    constants: dict[str, int | str] = {"ELEMENT": element, "WIDTH": width, "COLUMNS": columns, "GROUPS": groups}
+    constants |= {"WIDE": 4 if element == "float" else 8, "HAS_GATE": 1, "HAS_NEXT": 1, "HAS_SCALE": 1}
+    return "gated_residual_rms_norm", constants | has, False
+
+
+COMPILE_VARIANTS: tuple[Variant, ...] = (
+    _variant("__nv_bfloat16", 3840, 32, 1),
+    _variant("__half", 3840, 256, 1, HAS_NEXT=0, HAS_SCALE=0),
+    _variant("float", 8192, 32, 16, HAS_GATE=0),
+)
+"""Kernel, constants, and whether an FMA is owed (never here)."""
+
+OP = Op(
+    name="gated_residual_rms_norm",
+    reference=reference,
+    unsupported=unsupported,
+    prepare=prepare,
+    allocate=allocate,
+    bytes_moved=bytes_moved,
+    cases=CASES,
+    sources=(
+        SOURCE,
+        HERE / "_row_sum.cuh",
+        HERE / "_numerics.cuh",
+        HERE / "gated_residual_rms_norm.py",
+        HERE / "rms_norm_scale.py",
+        HERE / "_reduce_plan.py",
+        HERE / "_layout.py",
+    ),
+    headline=tuple(case.name for case in CASES[:3]),
+)

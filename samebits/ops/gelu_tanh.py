@@ -1,0 +1,102 @@
+"""GELU in its tanh form, one eager kernel: fp32 inside, one rounding to the element type at the end.
+
+Nothing is fused yet; eager's kernel is replaced by one that moves memory in wider steps.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from samebits import jit
+from samebits.ops._layout import CTYPES, HERE, randn
+from samebits.ops._op import Args, Case, Launcher, Op, Variant
+
+SOURCE = HERE / "gelu_tanh.cu"
+_THREADS = 256
+
+
+def reference(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``F.gelu(x, approximate="tanh")`` in eager; x is of any shape."""
+    return F.gelu(x, approximate="tanh")
+
+
+def unsupported(x: torch.Tensor) -> str | None:
+    """Say why the kernel does not take x, or return ``None``."""
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"x must be float32, float16 or bfloat16; it is {x.dtype}"
+    if x.numel() == 0 or not x.is_contiguous():
+        return f"x must be contiguous and not empty; its shape is {tuple(x.shape)}, its strides {x.stride()}"
+    if x.data_ptr() % 16:
+        return "x is not aligned to 16 bytes"
+    return None
+
+
+def prepare(x: torch.Tensor) -> Launcher:
+    """Compile the kernel for x's signature and plan its launch."""
+    wide = 16 // x.element_size()
+    elements = x.numel()
+    bound = jit.compile(SOURCE, "gelu_tanh_kernel", {"ELEMENT": CTYPES[x.dtype], "WIDE": wide}, x.device).bind(
+        (-(-elements // (wide * _THREADS)), 1, 1), (_THREADS, 1, 1), 0, elements=elements
+    )
+    shape, dtype, device, device_index, empty = x.shape, x.dtype, x.device, x.device.index or 0, torch.empty
+
+    def launch(x: torch.Tensor, *, out: tuple[torch.Tensor, ...] | None = None) -> torch.Tensor:
+        y = empty(shape, dtype=dtype, device=device) if out is None else out[0]
+        bound(device_index, x.data_ptr(), y.data_ptr())
+        return y
+
+    return launch
+
+
+def allocate(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the uninitialised output, of x's shape, contiguous."""
+    return (torch.empty(x.shape, dtype=x.dtype, device=x.device),)
+
+
+def bytes_moved(x: torch.Tensor) -> int:
+    """Return the bytes that one call must move: x in, the result out."""
+    return 2 * x.numel() * x.element_size()
+
+
+def _case(shape: tuple[int, ...], dtype: torch.dtype, amplitude: float = 1.0) -> Case:
+    def build(device: torch.device, seed: int) -> Args:
+        return (randn(shape, dtype, device, seed, amplitude),)
+
+    name = "x".join(map(str, shape)) + (f" x{amplitude:g}" if amplitude != 1 else "")
+    return Case(name, dtype, shape[0] * shape[1], build)
+
+
+def _every_value(dtype: torch.dtype) -> Case:
+    def build(device: torch.device, seed: int) -> Args:
+        return (torch.arange(65536, device=device, dtype=torch.int32).to(torch.int16).view(dtype),)
+
+    return Case("every value", dtype, 1, build)
+
+
+CASES = (
+    _case((1, 4096, 12288), torch.bfloat16),
+    _case((1, 128, 12288), torch.bfloat16),
+    _every_value(torch.bfloat16),
+    _every_value(torch.float16),
+    *(_case((1, 17, width), dtype) for width in (1, 5, 1000) for dtype in CTYPES if dtype.is_floating_point),
+    *(_case((1, 64, 1024), torch.float32, amplitude) for amplitude in (1e-3, 4.0, 40.0)),
+)
+
+COMPILE_VARIANTS: tuple[Variant, ...] = tuple(
+    ("gelu_tanh_kernel", {"ELEMENT": element, "WIDE": wide}, True)
+    for element, wide in (("__nv_bfloat16", 8), ("__half", 8), ("float", 4))
+)
+"""Kernel, constants, and whether an FMA is owed (ATen's inner sum is one, CUDA's own tanhf is made of them)."""
+
+OP = Op(
+    name="gelu_tanh",
+    reference=reference,
+    unsupported=unsupported,
+    prepare=prepare,
+    allocate=allocate,
+    bytes_moved=bytes_moved,
+    cases=CASES,
+    sources=(SOURCE, HERE / "_numerics.cuh", HERE / "gelu_tanh.py"),
+    headline=tuple(case.name for case in CASES[:2]),
+)
