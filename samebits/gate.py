@@ -6,6 +6,9 @@
        |---does not compile or launch--> failed
        \\---out of memory, or retryable--> unknown, tried again after a growing number of calls
 
+A signature met at a call is compared on that call's values and then on made-up ones: a first call may bring few
+elements, or padding that is all zeros, on which a wrong summation order passes too.
+
 Whatever happens, a call returns eager's bits: the kernel's when they are known to be the same, eager's own otherwise.
 While a CUDA graph is captured, in this thread or another, nothing is compared; signatures first met then are
 remembered by their description alone and compared on made-up inputs, one at each later call.
@@ -29,13 +32,15 @@ from samebits.settings import settings
 from samebits.signature import Key, why_no_key
 from samebits.site import Site
 from samebits.verdict import SIGNATURE_LIMIT, Counters, Entry, State, Table, Verdict
-from samebits.verify import check, is_retryable, is_sticky, summary
+from samebits.verify import check, check_made_up, is_retryable, is_sticky, summary
 
 __all__ = ["Gate", "Site", "State", "Verdict", "default_gate"]
 
 PENDING_LIMIT = 256
 """Signatures remembered from captures; later ones are remembered when they are met again."""
 
+A_CALL = "a call"
+MADE_UP = "made-up inputs"
 CAPTURING = "a CUDA graph is being captured and this signature is not verified yet"
 COMPARED = "compared with eager at this call"
 ELSEWHERE = "another thread is comparing this signature"
@@ -56,6 +61,8 @@ class Gate:
         Whether sites raise on a refused or failed signature unless they say otherwise themselves.
     probe : CaptureProbe, optional
         Answers whether CUDA graphs are being captured.
+    made_up_elements : int
+        How many output elements a new signature is compared on beyond those of its first call; 0 for none.
     unavailable : callable, optional
         ``unavailable(device, host)`` says why no kernel can run on a device, or returns ``None``.
     """
@@ -65,9 +72,11 @@ class Gate:
         *,
         strict: bool = False,
         probe: capture.CaptureProbe | None = None,
+        made_up_elements: int = 1 << 18,
         unavailable: Callable[[torch.device, bool], str | None] | None = None,
     ) -> None:
         self.strict = strict
+        self.made_up_elements = made_up_elements
         self.pending: dict[Entry, Table] = {}
         """Signatures met during a capture and not compared yet, oldest first."""
         self._probe = capture.default_probe() if probe is None else probe
@@ -239,7 +248,7 @@ class Gate:
         """Run both on a claimed entry. The caller gets eager's own tensors."""
         try:
             expected = table.op.reference(*args)
-            error = self._judge(table, entry, args, expected, "a call")
+            error = self._judge(table, entry, args, expected, A_CALL)
         finally:
             entry.busy = False
         if error is not None:
@@ -271,7 +280,7 @@ class Gate:
             with torch.no_grad(), self._probe.relaxed():
                 args = entry.signature.rebuild(seed=len(table.entries))
                 expected = table.op.reference(*args)
-                error = self._judge(table, entry, args, expected, "made-up inputs")
+                error = self._judge(table, entry, args, expected, MADE_UP)
         except Exception as raised:
             # Not this caller's doing: the signature stays unknown until a real call brings it.
             error = raised
@@ -295,6 +304,8 @@ class Gate:
                         return None
                     entry.launcher = table.op.prepare(*args)
                 finding = check(table.op, entry.launcher, args, expected, entry.signature.names)
+                if finding is None and basis == A_CALL and not revoking:
+                    finding = check_made_up(table.op, entry.launcher, entry.signature, self.made_up_elements)
         except Exception as error:
             if is_sticky(error):
                 return error

@@ -11,7 +11,7 @@ from torch import Tensor
 from samebits import bits
 from samebits.errors import LaunchError, SamebitsError
 from samebits.ops._op import Launcher, Op, Outputs
-from samebits.signature import TensorSpec
+from samebits.signature import Signature, TensorSpec
 
 # Codes of the CUDA driver and runtime after which the context is lost, from the driver's documentation of CUresult:
 # uncorrectable memory, illegal address, launch timeout, destroyed context, device assert, hardware stack error, illegal
@@ -30,6 +30,9 @@ _STICKY_CUDA_WORDS = (
     "uncorrectable",
     "context is destroyed",
 )
+MADE_UP_DRAWS = 16
+"""How often at most a new signature is compared on made-up inputs."""
+
 _OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory")
 
 # A signalling NaN: no arithmetic instruction produces one, so what still holds this pattern was never written.
@@ -96,6 +99,35 @@ def check(op: Op, launcher: Launcher, args: tuple[Any, ...], expected: Outputs, 
                 written = bits.compare(copy.flat, copy.original)
                 if written is not None:
                     return Finding(f"the kernel wrote to its input {name}: {written}", written)
+    return None
+
+
+def check_made_up(op: Op, launcher: Launcher, signature: Signature, elements: int) -> Finding | None:
+    """Compare ``launcher`` with the reference on random inputs of ``signature``, until ``elements`` were compared.
+
+    Where memory is short for a second set of tensors, or the reference does not take random values, there is nothing to
+    find here.
+    """
+    compared = 0
+    for seed in range(MADE_UP_DRAWS):
+        if compared >= elements:
+            break
+        try:
+            args = signature.rebuild(seed)
+            expected = op.reference(*args)
+        except Exception as error:
+            if is_sticky(error):
+                raise
+            return None
+        try:
+            finding = check(op, launcher, args, expected, signature.names)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+        if finding is not None:
+            return finding._replace(cause=f"on made-up inputs, {finding.cause}")
+        compared += sum(output.numel() for output in ((expected,) if isinstance(expected, Tensor) else expected))
     return None
 
 

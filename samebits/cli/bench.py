@@ -47,8 +47,11 @@ def ops(
         raise click.UsageError(str(error.args[0])) from error
     jobs = warm.default_jobs() if jobs is None else jobs
     if jobs:
-        for told in warm.warm(chosen, jobs):
-            click.echo(told, err=True)
+        failed = warm.warm(chosen, jobs)
+        for told in failed[:5]:
+            click.echo(f"could not be prepared: {told}", err=True)
+        if len(failed) > 5:
+            click.echo(f"... and {len(failed) - 5} more", err=True)
     command = " ".join(
         ["samebits bench ops", *(f"--op {name}" for name in names), *([] if sweeps else ["--no-sweeps"])]
     )

@@ -24,6 +24,8 @@ from samebits.jit.source import Source
 
 _SHARED_BYTES = 48 << 10
 """Shared memory, static and dynamic, that a block may use without the kernel having been allowed more."""
+_ALL_INTS = frozenset({int}).issuperset
+"""Whether an iterable of types holds int alone: the loop runs in C."""
 
 
 class CudaToolchain:
@@ -201,11 +203,16 @@ class CudaBound(BoundKernel):
         if self._current_device() != device_index:
             with torch.cuda.device(device_index):
                 return self(device_index, *pointers)
-        self._check_pointers(pointers)
+        if len(pointers) != self._count or not _ALL_INTS(map(type, pointers)):
+            self._check_pointers(pointers)
         raw = self._current_stream(device_index)
         stream = self._find_stream(raw) or self._kernel.runtime.wrap_stream(raw)
+        tail = self._tail
         try:
-            self._launch(stream, self._config, self._handle, *self._arguments(pointers))
+            if tail is not None:
+                self._launch(stream, self._config, self._handle, *pointers, *tail)
+            else:
+                self._launch(stream, self._config, self._handle, *self._arguments(pointers))
         except Exception as error:
             self._explain(error, device_index, stream, pointers)
         return None

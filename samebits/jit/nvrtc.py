@@ -22,6 +22,7 @@ FLAGS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec
 HEADERS = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp")
 """The toolkit's headers that kernels include; their text decides bits as much as ours."""
 _WHEEL_FOLDERS = ("nvidia/cu13/include", "nvidia/cuda_runtime/include")
+_SYSTEM_TOOLKIT = "/usr/local/cuda"
 _INSTALL = (
     "CUDA builds of torch bring it; elsewhere `pip install 'samebits[cu13]'` or `[cu12]` does "
     "(nvidia-cuda-nvrtc and nvidia-cuda-runtime of the CUDA major version that cuda-bindings has)."
@@ -106,10 +107,9 @@ def include_folder() -> Path:
         # The wheel of NVRTC's own major version first: headers of another one may use what it does not know.
         folders = _WHEEL_FOLDERS if int(version().split(".")[0]) >= 13 else _WHEEL_FOLDERS[::-1]
         candidates.extend(Path(sysconfig.get_path(scheme)) / folder for folder in folders)
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if os.environ.get(variable):
-            candidates.append(Path(os.environ[variable]) / "include")
-    candidates.append(Path("/usr/local/cuda/include"))
+    for toolkit in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _SYSTEM_TOOLKIT):
+        if toolkit:
+            candidates.append(Path(toolkit) / "include")
     for candidate in candidates:
         if all((candidate / name).is_file() for name in HEADERS):
             return candidate

@@ -213,7 +213,7 @@ def _parameter(kernel: str, text: str, constants: Mapping[str, int | str]) -> Pa
         raise CompileError(f"kernel {kernel}: the parameter `{text}` cannot be read: write it as `type name`.")
     words = re.sub(r"\w+", lambda word: str(constants.get(word[0], word[0])), match[1])
     c_type = re.sub(r"\s*\*", "*", " ".join(words.split()))
-    if c_type.endswith("*"):
+    if re.search(r"\*( const)?$", c_type):
         return Parameter(match[2], c_type, "pointer")
     value_type = re.sub(r"\bconst\b", " ", c_type)
     kind = _SPELLINGS.get(" ".join(value_type.split()))

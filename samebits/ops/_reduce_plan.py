@@ -35,6 +35,11 @@ class ReducePlan:
     groups: int
     vector: int
 
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """The block in which ``_row_sum.cuh`` sums one row."""
+        return (128, 1, 1) if self.columns * self.groups == 32 else (self.columns, self.groups, 1)
+
 
 def _last_power_of_two(n: int) -> int:
     return 1 << (max(n, 1).bit_length() - 1)

@@ -13,26 +13,23 @@ using Element = ELEMENT;
 
 #include "_row_sum.cuh"
 
-// grid (rows), block (COLUMNS, GROUPS), shared (WIDTH,) elements
+// grid (rows), block as _row_sum.cuh says, shared (WIDTH,) elements
 extern "C" __global__ void __launch_bounds__(THREADS)
 rms_norm_scale(const Element* __restrict__ x, const Element* __restrict__ weight, const Element* __restrict__ scale,
                Element* __restrict__ y, int tokens, long long x_sample_stride, long long x_token_stride,
                long long scale_sample_stride, long long scale_token_stride, float mean_factor, float eps) {
   extern __shared__ uint4 shared[];
   Element* row = reinterpret_cast<Element*>(shared);  // (WIDTH,)
-  const int thread = threadIdx.x + COLUMNS * threadIdx.y;
   const int sample = blockIdx.x / tokens, token = blockIdx.x - sample * tokens;
-  const Element* in = x + sample * x_sample_stride + token * x_token_stride;  // (WIDTH,)
-#pragma unroll
-  for (int at = thread * WIDE; at < WIDTH; at += THREADS * WIDE) copy_async<Element, WIDE>(row + at, in + at);
-  wait_for_copies();
-  __syncthreads();
+  fetch_row(row, x + sample * x_sample_stride + token * x_token_stride);
   const float r = reciprocal_root_mean_square(row, mean_factor, eps);
 
   const Element* scale_row = scale + sample * scale_sample_stride + token * scale_token_stride;  // (WIDTH,)
   Element* out = y + (long long)blockIdx.x * WIDTH;                                              // (WIDTH,)
-#pragma unroll 4
-  for (int at = thread * WIDE; at < WIDTH; at += THREADS * WIDE) {
+#pragma unroll
+  for (int i = 0; i < steps(WIDE); i++) {
+    const int at = element_of(i, WIDE);
+    if (at >= WIDTH) break;
     const Vector<Element, WIDE> v = load<Element, WIDE>(row + at), w = load<Element, WIDE>(weight + at);
     Vector<Element, WIDE> s = {}, o;
     if (HAS_SCALE) s = load<Element, WIDE>(scale_row + at);

@@ -110,7 +110,7 @@ def prepare(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, e
     scale_strides = broadcast_strides(scale)
     bound = jit.compile(SOURCE, "rms_norm_scale", constants, x.device).bind(
         (rows, 1, 1),
-        (plan.columns, plan.groups, 1),
+        plan.block,
         width * x.element_size(),
         tokens=tokens,
         x_sample_stride=sample_stride,

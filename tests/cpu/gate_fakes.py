@@ -118,9 +118,14 @@ class FakeProbe:
         yield
 
 
-def make_gate(*, strict: bool = False, probe: FakeProbe | None = None) -> Gate:
-    """A gate of its own for which a kernel can run on any device."""
-    return Gate(strict=strict, probe=probe or FakeProbe(), unavailable=lambda device, host: None)
+def make_gate(*, strict: bool = False, probe: FakeProbe | None = None, made_up_elements: int = 0) -> Gate:
+    """A gate of its own, with kernels on any device; it compares calls alone, so that they can be counted."""
+    return Gate(
+        strict=strict,
+        probe=probe or FakeProbe(),
+        made_up_elements=made_up_elements,
+        unavailable=lambda device, host: None,
+    )
 
 
 def inputs(rows: int = 4, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, ...]:

@@ -131,7 +131,10 @@ def test_foreign_code_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nope", "/no/such/folder", "./nope", "a/b/c", "../x"])
-def test_a_name_that_is_nothing_is_refused_without_asking_the_hub(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_name_that_is_nothing_is_refused_without_asking_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "reach", lambda model: pytest.fail("the hub was asked"))
     with pytest.raises(ModelError, match="no such model"):
         find(name)
