@@ -11,7 +11,7 @@ A leaf: it knows torch and the CUDA driver, and nothing of samebits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -218,3 +218,25 @@ def capturing_anywhere() -> bool:
 def default_probe() -> CaptureProbe:
     """Return the probe of this process, whose list of streams is shared by all gates."""
     return _PROBE
+
+
+def lane(device: torch.device) -> Hashable | None:
+    """Name where this thread's work for ``device`` is put now, or return ``None`` where that cannot be told.
+
+    What was computed in a lane may be read in that lane at once, and is computed again whenever the reader is. The
+    CPU is one lane. On CUDA a lane is the current stream and, while that is capturing, the capture.
+    """
+    if device.type == "cpu":
+        return device.type
+    if device.type != "cuda" or not _cuda.is_initialized() or torch._C._cuda_getDevice() != device.index:
+        return None
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    if not _cuda.is_current_stream_capturing():
+        return device.index, stream
+    driver = _driver()
+    if driver is None:
+        return None
+    status, active, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
+    if status != driver.CUresult.CUDA_SUCCESS or active != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+        return None
+    return device.index, stream, int(number)  # the driver never gives a number twice

@@ -68,7 +68,7 @@ class Known(Protocol):
 class Source:
     """A function of diffusers whose lines a family stands for, known by the SHA-256 of its source text."""
 
-    owner: type
+    owner: type | types.ModuleType
     name: str
     sha256: frozenset[str]
 
@@ -83,8 +83,9 @@ class Source:
             digest = _source_sha256(function.__code__)
             if digest in self.sha256:
                 return None
+        owner = self.owner.__name__.rpartition(".")[2]
         return (
-            f"the source of {self.owner.__name__}.{self.name} is not the one samebits was written against "
+            f"the source of {owner}.{self.name} is not the one samebits was written against "
             "(diffusers 0.42.0 and 0.42.1)"
         )
 
@@ -97,9 +98,39 @@ def _source_sha256(code: types.CodeType) -> str | None:
         return None
 
 
-def source(owner: type, name: str, *sha256: str) -> Source:
-    """A known function: the class, the name of the method, the SHA-256 of every text it may have."""
+def source(owner: type | types.ModuleType, name: str, *sha256: str) -> Source:
+    """A known function: the class or module it is in, its name there, the SHA-256 of every text it may have."""
     return Source(owner, name, frozenset(sha256))
+
+
+@dataclass(frozen=True)
+class TorchForward:
+    """The forward of one of torch's modules, a line or two. Known by the names in it, over all torch versions."""
+
+    owner: type[nn.Module]
+    names: tuple[str, ...]
+    """The global names and attributes that it uses, then its parameters and local variables."""
+
+    def obstacle(self) -> str | None:
+        """A sentence where the function on the class is another one, or ``None``."""
+        function = inspect.getattr_static(self.owner, "forward", None)
+        if isinstance(function, types.FunctionType):
+            code = function.__code__
+            if (*code.co_names, *code.co_varnames) == self.names:
+                return None
+        return f"torch.nn.{self.owner.__name__}.forward was replaced by another function"
+
+
+def calls_only_forward(attributes: Mapping[str, Any]) -> bool:
+    """Whether calling a module with these attributes runs its class's forward and nothing else."""
+    return not (
+        "forward" in attributes
+        or attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or attributes.get("_compiled_call_impl") is not None
+    )
 
 
 @dataclass(frozen=True)

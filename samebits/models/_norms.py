@@ -1,4 +1,4 @@
-"""When a site may take over the call of a norm, and the lines of a norm that several families share.
+"""When a site may take over the call of a norm, and what the families' attentions share.
 
 A site may stand for a norm only while that norm is plain: the exact class, weight and bias as the op expects them,
 and nothing hooked onto it. That is asked on every call, because hooks come and go; the answer is a handful of
@@ -7,8 +7,6 @@ dictionary look-ups. The sentence that a report prints is only made when the ans
 
 from __future__ import annotations
 
-import inspect
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,31 +15,7 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
-from samebits.models._family import Function, Line, Replacement, source
-
-
-class _LayerNormSource:
-    """torch's LayerNorm.forward: one call of F.layer_norm. Known by the names it uses, over all torch versions."""
-
-    def obstacle(self) -> str | None:
-        """A sentence where the function on the class is another one, or ``None``."""
-        function = inspect.getattr_static(nn.LayerNorm, "forward", None)
-        names = ("F", "layer_norm", "normalized_shape", "weight", "bias", "eps")
-        if isinstance(function, types.FunctionType) and function.__code__.co_names == names:
-            return None
-        return "torch.nn.LayerNorm.forward was replaced by another function"
-
-
-def _calls_only_forward(attributes: dict[str, Any]) -> bool:
-    """Whether calling a module with these attributes runs its class's forward and nothing else."""
-    return not (
-        "forward" in attributes
-        or attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or attributes.get("_compiled_call_impl") is not None
-    )
+from samebits.models._family import Function, Line, Replacement, TorchForward, calls_only_forward, source
 
 
 def _why_not_plain(name: str, module: Any, cls: type) -> str | None:
@@ -49,7 +23,7 @@ def _why_not_plain(name: str, module: Any, cls: type) -> str | None:
         return f"there is no {name}"
     if type(module) is not cls:
         return f"{name} is a {type(module).__name__}, the op stands for exactly {cls.__name__}"
-    if not _calls_only_forward(module.__dict__):
+    if not calls_only_forward(module.__dict__):
         return f"{name} carries a hook or a forward of its own, so it is called itself"
     return None
 
@@ -64,7 +38,7 @@ def is_plain_layer_norm(norm: Any, width: int) -> bool:
         parameters.get("weight") is None
         and parameters.get("bias") is None
         and attributes["normalized_shape"] == (width,)
-        and _calls_only_forward(attributes)
+        and calls_only_forward(attributes)
     )
 
 
@@ -90,7 +64,7 @@ def is_plain_rms_norm(norm: Any) -> bool:
         attributes["_parameters"].get("weight") is not None
         and attributes["_parameters"].get("bias") is None
         and attributes.get("bias") is None
-        and _calls_only_forward(attributes)
+        and calls_only_forward(attributes)
     )
 
 
@@ -106,42 +80,38 @@ def why_not_rms_norm(name: str, norm: Any) -> str | None:
     return None
 
 
-def norm_q_and_k(
-    line: Line, attn: Any, names: tuple[str, str], query: torch.Tensor, key: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The query's and the key's RMSNorm in one launch, or diffusers' own two lines.
-
-    Parameters
-    ----------
-    line : Line
-        The site, of op ``qk_norm``.
-    attn : Attention
-        Holds the two norms under ``names``; one that is ``None`` passes its input through.
-    query, key : torch.Tensor
-        ``(B, S, H, head_dim)`` and ``(B, S, Hk, head_dim)``, any strides.
-    """
-    norm_q, norm_k = getattr(attn, names[0]), getattr(attn, names[1])
-    if is_plain_rms_norm(norm_q) and is_plain_rms_norm(norm_k) and norm_q.eps == norm_k.eps:
-        weights = norm_q._parameters["weight"], norm_k._parameters["weight"]
-        query, key = line.site(query, key, *weights, norm_q.eps, "diffusers")
-        return query, key
-    line.declined[why_not_qk(names, norm_q, norm_k) or "the norms changed during the call"] += 1
-    if norm_q is not None:
-        query = norm_q(query)
-    if norm_k is not None:
-        key = norm_k(key)
-    return query, key
+Weights = tuple[list[nn.Parameter], float]
 
 
-def why_not_qk(names: tuple[str, str], norm_q: Any, norm_k: Any) -> str | None:
-    """Why query and key cannot be normed in one launch: a sentence, or ``None``."""
-    reason = why_not_rms_norm(names[0], norm_q) or why_not_rms_norm(names[1], norm_k)
-    if reason is None and norm_q.eps != norm_k.eps:
-        reason = f"{names[0]} and {names[1]} have different eps"
-    return reason
+def plain_weights(attn: Any, names: tuple[str, ...]) -> Weights | None:
+    """The weights of an attention's head norms and the eps that they share; ``None`` unless all are plain and do."""
+    modules = attn._modules
+    weights: list[nn.Parameter] = []
+    eps: float | None = None
+    for name in names:
+        norm = modules.get(name)
+        if not is_plain_rms_norm(norm) or (weights and norm.eps != eps):
+            return None
+        eps = norm.eps
+        weights.append(norm._parameters["weight"])
+    return None if eps is None else (weights, eps)
+
+
+def why_not_weights(attn: Any, names: tuple[str, ...]) -> str | None:
+    """The sentence for ``plain_weights``, or ``None`` where there are some."""
+    norms = [getattr(attn, name) for name in names]
+    for name, norm in zip(names, norms, strict=True):
+        reason = why_not_rms_norm(name, norm)
+        if reason is not None:
+            return reason
+        if norm.eps != norms[0].eps:
+            return f"{names[0]} and {name} have different eps"
+    return None
 
 
 OTHER_ARGUMENTS = "the attention was called with arguments that its processor does not take"
+NO_TABLE = "the attention was called without a RoPE table of the shape that the model makes"
+CHANGED = "a module changed during the call"
 
 
 def why_not_processor(attn: Any, known: type) -> str | None:
@@ -172,7 +142,9 @@ def _bare(norm: RMSNorm) -> str | None:
     return "the norm has a bias, the op stands for an RMSNorm without one" if norm.bias is not None else None
 
 
-LAYER_NORM_SOURCE = _LayerNormSource()
+LAYER_NORM_SOURCE = TorchForward(
+    nn.LayerNorm, ("F", "layer_norm", "normalized_shape", "weight", "bias", "eps", "self", "input")
+)
 
 ATTENTION_SOURCE = source(Attention, "forward", "e6822ac3500626c7318b56f135752693a1222976154cbcc8c2e6b5f840d82b6b")
 

@@ -1,14 +1,14 @@
 """Qwen-Image: QwenImageTransformer2DModel of diffusers, which Qwen-Image, -Edit and -Layered share.
 
-The forwards below do what diffusers' own do, in the same order, with one call per site. docs/families/qwen_image.md
-maps every replaced line. Modulation vectors come as (shift, scale, gate) in the blocks and as (scale, shift) in
-``norm_out``.
+The forwards below do what diffusers' own do, with one call per site. docs/families/qwen_image.md maps every replaced
+line. Modulation vectors come as (shift, scale, gate) in the blocks and as (scale, shift) in ``norm_out``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 from diffusers.models.attention_processor import Attention
@@ -16,43 +16,97 @@ from diffusers.models.normalization import AdaLayerNormContinuous
 from diffusers.models.transformers import transformer_qwenimage as theirs
 from torch import nn
 
+from samebits.models._activations import activation_of
 from samebits.models._family import Family, Function, Line, Replacement, source, unwrapped
 from samebits.models._norms import (
     ATTENTION_SOURCE,
+    CHANGED,
     LAYER_NORM_SOURCE,
+    NO_TABLE,
     OTHER_ARGUMENTS,
     RMS_NORM,
     RMS_NORM_SOURCE,
     is_plain_layer_norm,
-    norm_q_and_k,
+    plain_weights,
     why_not_layer_norm,
     why_not_processor,
-    why_not_qk,
+    why_not_weights,
 )
+from samebits.models._shared_silu import SharedSilu, is_silu_and_one_more
 
 Block = theirs.QwenImageTransformerBlock
 Processor = theirs.QwenDoubleStreamAttnProcessor2_0
+Vectors = tuple[torch.Tensor, ...]
 
 
-def _modulate(
-    line: Line, block: Any, name: str, x: torch.Tensor, mod_params: torch.Tensor, index: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``block._modulate(norm(x), mod_params, index)`` with the norm and the modulation as one site.
+def _modulation(block: Any, number: int, shared: SharedSilu, temb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of both streams: ``(B, 6 * D)``, of the image ``(2 * B, 6 * D)`` with ``zero_cond_t``."""
+    img_mod, txt_mod, halved = block.img_mod, block.txt_mod, block.zero_cond_t
+    silu = None
+    if is_silu_and_one_more(img_mod) and is_silu_and_one_more(txt_mod):
+        silu = shared.of(temb, number, halved)
+    img_params = img_mod(temb) if silu is None else img_mod._modules["1"](silu.all)
+    if silu is not None and silu.holds(temb):  # what is hooked onto that linear may have written to its input
+        return img_params, txt_mod._modules["1"](silu.text)
+    return img_params, txt_mod(torch.chunk(temb, 2, dim=0)[0] if halved else temb)
 
-    ``mod_params`` is ``(B, 3 * D)``, or ``(2 * B, 3 * D)`` with an ``index`` of ``(B, S)`` that chooses per token
-    between row b (index 0) and row b + B.
-    """
+
+def _per_token(vector: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """A modulation vector as it multiplies the tokens: ``(B, 1, D)``, or chosen by index ``(B, S, D)``."""
+    if index is None:
+        return vector.unsqueeze(1)
+    batch = vector.size(0) // 2
+    return torch.where(index.unsqueeze(-1) == 0, vector[:batch].unsqueeze(1), vector[batch:].unsqueeze(1))
+
+
+def _norm(
+    line: Line, block: Any, name: str, x: torch.Tensor, params: torch.Tensor, vectors: Vectors, index: Any = None
+) -> torch.Tensor:
+    """``block._modulate(norm(x), first half of params, index)`` as one site."""
     norm = getattr(block, name)
     if not is_plain_layer_norm(norm, x.shape[-1]):
-        line.declined[why_not_layer_norm(name, norm, x.shape[-1]) or "the norm changed during the call"] += 1
-        modulated, gate = block._modulate(norm(x), mod_params, index)
-        return modulated, gate
-    shift, scale, gate = mod_params.chunk(3, dim=-1)
+        line.declined[why_not_layer_norm(name, norm, x.shape[-1]) or CHANGED] += 1
+        modulated: torch.Tensor = block._modulate(norm(x), params.chunk(2, dim=-1)[0], index)[0]
+        return modulated
+    shift, scale = vectors[:2]
+    arguments = (x, scale, shift, norm.eps) if index is None else (x, scale, shift, norm.eps, index)
+    result: torch.Tensor = line.site(*arguments)
+    return result
+
+
+def _residual_norm(
+    line: Line,
+    block: Any,
+    name: str,
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    params: torch.Tensor,
+    vectors: Vectors,
+    index: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x + gate * branch`` and ``block._modulate(norm(that), second half of params, index)`` as one site."""
+    norm = getattr(block, name)
+    _, _, gate, shift, scale, _ = vectors
+    if not is_plain_layer_norm(norm, x.shape[-1]):
+        line.declined[why_not_layer_norm(name, norm, x.shape[-1]) or CHANGED] += 1
+        x = x + _per_token(gate, index) * branch
+        return x, block._modulate(norm(x), params.chunk(2, dim=-1)[1], index)[0]
     if index is None:
-        return line.site(x, scale, shift, norm.eps), gate.unsqueeze(1)
-    batch = gate.size(0) // 2
-    gate = torch.where(index.unsqueeze(-1) == 0, gate[:batch].unsqueeze(1), gate[batch:].unsqueeze(1))
-    return line.site(x, scale, shift, norm.eps, index), gate
+        x, modulated = line.site(x, gate, branch, scale, shift, norm.eps)
+    else:
+        x, modulated = line.site(x, gate, branch, scale, shift, norm.eps, False, index)
+    return x, modulated
+
+
+def _residual(line: Line, x: torch.Tensor, gate: torch.Tensor, branch: torch.Tensor, index: Any = None) -> torch.Tensor:
+    """``x + gate * branch``, in fp16 with the clip that ends a block, as one site."""
+    clip = torch.float16 == x.dtype == gate.dtype == branch.dtype  # the dtype of the sum is what diffusers asks
+    if index is not None:
+        arguments: tuple[Any, ...] = (x, gate, branch, clip, index)
+    else:
+        arguments = (x, gate, branch, True) if clip else (x, gate, branch)
+    result: torch.Tensor = line.site(*arguments)
+    return result
 
 
 def _why_not_modulate(block: Any) -> str | None:
@@ -62,9 +116,11 @@ def _why_not_modulate(block: Any) -> str | None:
     return None
 
 
-def _write_block(block: Any, original: Function, lines: Mapping[str, Line]) -> Function:
-    img_norm1, img_norm2 = lines["img_norm1"], lines["img_norm2"]
-    txt_norm1, txt_norm2 = lines["txt_norm1"], lines["txt_norm2"]
+def _write_block(
+    number: int, shared: SharedSilu, block: Any, original: Function, lines: Mapping[str, Line]
+) -> Function:
+    img_norm1, img_norm2, img_residual = (lines[f"img_{name}"] for name in ("norm1", "norm2", "residual"))
+    txt_norm1, txt_norm2, txt_residual = (lines[f"txt_{name}"] for name in ("norm1", "norm2", "residual"))
 
     def forward(
         hidden_states: torch.Tensor,
@@ -88,48 +144,45 @@ def _write_block(block: Any, original: Function, lines: Mapping[str, Line]) -> F
                 joint_attention_kwargs,
                 modulate_index,
             )
-        img_mod_params = block.img_mod(temb)
-        if block.zero_cond_t:
-            temb = torch.chunk(temb, 2, dim=0)[0]  # the text stream sees the first half only
-        txt_mod_params = block.txt_mod(temb)
-        img_mod1, img_mod2 = img_mod_params.chunk(2, dim=-1)
-        txt_mod1, txt_mod2 = txt_mod_params.chunk(2, dim=-1)
+        index, x, text = modulate_index, hidden_states, encoder_hidden_states
+        img_params, txt_params = _modulation(block, number, shared, temb)
+        # shift, scale and gate around the attention, then around the MLP
+        img, txt = img_params.chunk(6, dim=-1), txt_params.chunk(6, dim=-1)
 
-        img_modulated, img_gate1 = _modulate(img_norm1, block, "img_norm1", hidden_states, img_mod1, modulate_index)
-        txt_modulated, txt_gate1 = _modulate(txt_norm1, block, "txt_norm1", encoder_hidden_states, txt_mod1)
         img_attention, txt_attention = block.attn(
-            hidden_states=img_modulated,
-            encoder_hidden_states=txt_modulated,
+            hidden_states=_norm(img_norm1, block, "img_norm1", x, img_params, img, index),
+            encoder_hidden_states=_norm(txt_norm1, block, "txt_norm1", text, txt_params, txt),
             encoder_hidden_states_mask=encoder_hidden_states_mask,
             image_rotary_emb=image_rotary_emb,
             **(joint_attention_kwargs or {}),
         )
-        hidden_states = hidden_states + img_gate1 * img_attention
-        encoder_hidden_states = encoder_hidden_states + txt_gate1 * txt_attention
+        x, modulated = _residual_norm(img_norm2, block, "img_norm2", x, img_attention, img_params, img, index)
+        x = _residual(img_residual, x, img[5], block.img_mlp(modulated), index)
 
-        img_modulated, img_gate2 = _modulate(img_norm2, block, "img_norm2", hidden_states, img_mod2, modulate_index)
-        hidden_states = hidden_states + img_gate2 * block.img_mlp(img_modulated)
-        txt_modulated, txt_gate2 = _modulate(txt_norm2, block, "txt_norm2", encoder_hidden_states, txt_mod2)
-        encoder_hidden_states = encoder_hidden_states + txt_gate2 * block.txt_mlp(txt_modulated)
-
-        if encoder_hidden_states.dtype == torch.float16:
-            encoder_hidden_states = encoder_hidden_states.clip(-65504, 65504)
-        if hidden_states.dtype == torch.float16:
-            hidden_states = hidden_states.clip(-65504, 65504)
-        return encoder_hidden_states, hidden_states
+        text, modulated = _residual_norm(txt_norm2, block, "txt_norm2", text, txt_attention, txt_params, txt)
+        text = _residual(txt_residual, text, txt[5], block.txt_mlp(modulated))
+        return text, x
 
     for name, line in lines.items():
-        line.watch = lambda name=name: _why_not_modulate(block) or why_not_layer_norm(name, getattr(block, name))
+        if name.endswith("residual"):
+            line.watch = lambda: _why_not_modulate(block)
+        else:
+            line.watch = lambda name=name: _why_not_modulate(block) or why_not_layer_norm(name, getattr(block, name))
     return forward
 
 
-_IMAGE_NORMS = ("norm_q", "norm_k")
-_TEXT_NORMS = ("norm_added_q", "norm_added_k")
+_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 _PROCESSOR_TAKES = {"encoder_hidden_states_mask", "image_rotary_emb"}
 
 
 def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -> Function:
-    img_qk, txt_qk = lines["img_qk"], lines["txt_qk"]
+    (line,) = lines.values()
+    rope = theirs.apply_rotary_emb_qwen
+
+    def why_not() -> str | None:
+        if theirs.apply_rotary_emb_qwen is not rope:
+            return "diffusers' apply_rotary_emb_qwen was replaced by another function"
+        return why_not_processor(attn, Processor) or why_not_weights(attn, _NORMS)
 
     def forward(
         hidden_states: torch.Tensor,
@@ -137,50 +190,56 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        processor = attn.processor
+        processor, text = attn.processor, encoder_hidden_states
+        known = (
+            type(processor) is Processor
+            and text is not None
+            and attention_mask is None
+            and kwargs.keys() <= _PROCESSOR_TAKES
+        )
+        tables = kwargs.get("image_rotary_emb")
+        norms = plain_weights(attn, _NORMS)
         if (
-            type(processor) is not Processor
-            or encoder_hidden_states is None
-            or attention_mask is not None
-            or not kwargs.keys() <= _PROCESSOR_TAKES
+            not known
+            or text is None
+            or norms is None
+            or theirs.apply_rotary_emb_qwen is not rope
+            or not _are_two_tables(tables)
         ):
-            # A processor that the user set, or arguments about which diffusers has something to say.
-            reason = why_not_processor(attn, Processor) or OTHER_ARGUMENTS
-            img_qk.declined[reason] += 1
-            txt_qk.declined[reason] += 1
+            # A part that the user set, or a call about which diffusers has something to say.
+            line.declined[why_not() or (NO_TABLE if known else OTHER_ARGUMENTS)] += 1
             return original(
                 hidden_states, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask, **kwargs
             )
-        encoder_hidden_states_mask = kwargs.get("encoder_hidden_states_mask")
-        image_rotary_emb = kwargs.get("image_rotary_emb")
-        if encoder_hidden_states_mask is not None:
+        mask = kwargs.get("encoder_hidden_states_mask")
+        if mask is not None:
             image_mask = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
-            attention_mask = torch.cat([encoder_hidden_states_mask, image_mask], dim=1)[:, None, None, :]
+            attention_mask = torch.cat([mask, image_mask], dim=1)[:, None, None, :]
 
         # The head count is left to unflatten: under tensor parallelism a rank holds a part of the heads.
         heads = (-1, attn.inner_dim // attn.heads)
-        img_query = attn.to_q(hidden_states).unflatten(-1, heads)
-        img_key = attn.to_k(hidden_states).unflatten(-1, heads)
-        img_value = attn.to_v(hidden_states).unflatten(-1, heads)
-        txt_query = attn.add_q_proj(encoder_hidden_states).unflatten(-1, heads)
-        txt_key = attn.add_k_proj(encoder_hidden_states).unflatten(-1, heads)
-        txt_value = attn.add_v_proj(encoder_hidden_states).unflatten(-1, heads)
-
-        img_query, img_key = norm_q_and_k(img_qk, attn, _IMAGE_NORMS, img_query, img_key)
-        txt_query, txt_key = norm_q_and_k(txt_qk, attn, _TEXT_NORMS, txt_query, txt_key)
-
-        if image_rotary_emb is not None:
-            img_freqs, txt_freqs = image_rotary_emb
-            img_query = theirs.apply_rotary_emb_qwen(img_query, img_freqs, use_real=False)
-            img_key = theirs.apply_rotary_emb_qwen(img_key, img_freqs, use_real=False)
-            txt_query = theirs.apply_rotary_emb_qwen(txt_query, txt_freqs, use_real=False)
-            txt_key = theirs.apply_rotary_emb_qwen(txt_key, txt_freqs, use_real=False)
-
-        query = torch.cat([txt_query, img_query], dim=1)
+        weights, eps = norms
+        image_table, text_table = tables
+        query, key, value = line.site(
+            attn.to_q(hidden_states).unflatten(-1, heads),
+            attn.to_k(hidden_states).unflatten(-1, heads),
+            attn.to_v(hidden_states).unflatten(-1, heads),
+            weights[0],
+            weights[1],
+            image_table,
+            attn.add_q_proj(text).unflatten(-1, heads),
+            attn.add_k_proj(text).unflatten(-1, heads),
+            attn.add_v_proj(text).unflatten(-1, heads),
+            weights[2],
+            weights[3],
+            text_table,
+            eps,
+            "diffusers",
+        )
         joint = theirs.dispatch_attention_fn(
             query,
-            torch.cat([txt_key, img_key], dim=1),
-            torch.cat([txt_value, img_value], dim=1),
+            key,
+            value,
             attn_mask=attention_mask,
             dropout_p=0.0,
             is_causal=False,
@@ -188,18 +247,21 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
             parallel_config=processor._parallel_config,
         )
         joint = joint.flatten(2, 3).to(query.dtype)
-        tokens = encoder_hidden_states.shape[1]
+        tokens = text.shape[1]
         img_output = attn.to_out[0](joint[:, tokens:, :].contiguous())
         if len(attn.to_out) > 1:
             img_output = attn.to_out[1](img_output)  # dropout
         return img_output, attn.to_add_out(joint[:, :tokens, :].contiguous())
 
-    def why_not(norms: tuple[str, str]) -> str | None:
-        return why_not_processor(attn, Processor) or why_not_qk(norms, *(getattr(attn, name) for name in norms))
-
-    img_qk.watch = lambda: why_not(_IMAGE_NORMS)
-    txt_qk.watch = lambda: why_not(_TEXT_NORMS)
+    line.watch = why_not
     return forward
+
+
+def _are_two_tables(tables: Any) -> TypeGuard[Sequence[torch.Tensor]]:
+    """Whether these are the model's tables, one for the image and one for the text, each ``(S, head_dim / 2)``."""
+    if not isinstance(tables, (tuple, list)) or len(tables) != 2:
+        return False
+    return getattr(tables[0], "ndim", 0) == 2 and getattr(tables[1], "ndim", 0) == 2
 
 
 def _write_norm_out(norm_out: Any, original: Function, lines: Mapping[str, Line]) -> Function:
@@ -218,15 +280,18 @@ def _write_norm_out(norm_out: Any, original: Function, lines: Mapping[str, Line]
     return forward
 
 
-BLOCK = Replacement(
-    of=Block,
-    sources=(
-        source(Block, "forward", "89de238db44a7a47fb3977b20366118d2108a36ecde36be2c5d2d2c33658b609"),
-        source(Block, "_modulate", "9ee78b512057d504ae89f8e48b1c8c552aa29a8c0f214b5095766a963c5454d7"),
-        LAYER_NORM_SOURCE,
-    ),
-    sites=tuple((name, "layer_norm_modulate") for name in ("img_norm1", "txt_norm1", "img_norm2", "txt_norm2")),
-    write=_write_block,
+_BLOCK_SOURCES = (
+    source(Block, "forward", "89de238db44a7a47fb3977b20366118d2108a36ecde36be2c5d2d2c33658b609"),
+    source(Block, "_modulate", "9ee78b512057d504ae89f8e48b1c8c552aa29a8c0f214b5095766a963c5454d7"),
+    LAYER_NORM_SOURCE,
+)
+_BLOCK_SITES = (
+    ("img_norm1", "layer_norm_modulate"),
+    ("txt_norm1", "layer_norm_modulate"),
+    ("img_norm2", "gated_residual_norm_modulate"),
+    ("img_residual", "gated_residual"),
+    ("txt_norm2", "gated_residual_norm_modulate"),
+    ("txt_residual", "gated_residual"),
 )
 
 ATTENTION = Replacement(
@@ -234,9 +299,10 @@ ATTENTION = Replacement(
     sources=(
         ATTENTION_SOURCE,
         source(Processor, "__call__", "e6dfad13458f15b376dfaa641bbd5b41669fc35f87dc030bc7be9737c1b1aed6"),
+        source(theirs, "apply_rotary_emb_qwen", "62c3cf93c5e4d4eb7814a163cf8cf1ead83dbc09bf099a0776a0f9ceea8682a4"),
         RMS_NORM_SOURCE,
     ),
-    sites=(("img_qk", "qk_norm"), ("txt_qk", "qk_norm")),
+    sites=(("qk", "qk_norm_rope"),),
     write=_write_attention,
 )
 
@@ -252,10 +318,14 @@ NORM_OUT = Replacement(
 
 
 def _places(model: Any) -> Iterator[tuple[str, nn.Module, Replacement]]:
+    shared = SharedSilu()
     yield "txt_norm", model.txt_norm, RMS_NORM
-    for number, block in enumerate(model.transformer_blocks):
-        yield f"transformer_blocks.{number}", block, BLOCK
-        yield f"transformer_blocks.{number}.attn", unwrapped(block).attn, ATTENTION
+    for number, wrapped in enumerate(model.transformer_blocks):
+        block, path = unwrapped(wrapped), f"transformer_blocks.{number}"
+        yield path, block, Replacement(Block, _BLOCK_SOURCES, _BLOCK_SITES, partial(_write_block, number, shared))
+        yield f"{path}.attn", block.attn, ATTENTION
+        for name in ("img_mlp", "txt_mlp"):
+            yield activation_of(f"{path}.{name}", getattr(block, name))
     yield "norm_out", model.norm_out, NORM_OUT
 
 

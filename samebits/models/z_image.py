@@ -1,8 +1,7 @@
 """Z-Image: ZImageTransformer2DModel of diffusers (Base, Turbo, Edit and Omni).
 
 The forwards below do what diffusers' own do, in the same order, with one call per site. docs/families/z_image.md
-maps every replaced line. An RMSNorm whose result nothing scales is a site on the norm itself; the two that the
-block scales are sites of the block.
+maps every replaced line.
 """
 
 from __future__ import annotations
@@ -18,28 +17,65 @@ from torch import nn
 from samebits.models._family import Family, Function, Line, Replacement, source, unwrapped
 from samebits.models._norms import (
     ATTENTION_SOURCE,
+    CHANGED,
+    NO_TABLE,
     OTHER_ARGUMENTS,
     RMS_NORM,
     RMS_NORM_SOURCE,
     is_plain_rms_norm,
-    norm_q_and_k,
+    plain_weights,
     why_not_processor,
-    why_not_qk,
     why_not_rms_norm,
+    why_not_weights,
 )
 
 Block = theirs.ZImageTransformerBlock
 Processor = theirs.ZSingleStreamAttnProcessor
+FeedForward = theirs.FeedForward
+Maybe = torch.Tensor | None
 
 
-def _norm_scale(line: Line, block: Any, name: str, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``norm(x) * scale`` as one site; ``scale`` is ``(B, 1, D)``, or ``(B, S, D)`` where tokens differ."""
-    norm = getattr(block, name)
+def _norm(line: Line, block: Any, x: torch.Tensor, scale: Maybe) -> torch.Tensor:
+    """``attention_norm1(x) * scale`` as one site; no scale in a block without modulation.
+
+    ``scale`` is ``(B, 1, D)``, or ``(B, S, D)`` where tokens differ, and so are the gates below.
+    """
+    norm = block.attention_norm1
     if not is_plain_rms_norm(norm):
-        line.declined[why_not_rms_norm(name, norm) or "the norm changed during the call"] += 1
-        scaled: torch.Tensor = norm(x) * scale
-        return scaled
+        line.declined[why_not_rms_norm("attention_norm1", norm) or CHANGED] += 1
+        return norm(x) if scale is None else norm(x) * scale  # type: ignore[no-any-return]
     result: torch.Tensor = line.site(x, norm._parameters["weight"], scale, norm.eps)
+    return result
+
+
+_AROUND_ATTENTION = ("attention_norm2", "ffn_norm1")
+_AFTER_FEED_FORWARD = ("ffn_norm2",)
+
+
+def _residual_norm(
+    line: Line, block: Any, x: torch.Tensor, gate: Maybe, branch: torch.Tensor, scale: Maybe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x + gate * attention_norm2(branch)`` and ``ffn_norm1(that) * scale`` as one site."""
+    norms = plain_weights(block, _AROUND_ATTENTION)
+    if norms is None:
+        line.declined[why_not_weights(block, _AROUND_ATTENTION) or CHANGED] += 1
+        normed = block.attention_norm2(branch)
+        x = x + (normed if gate is None else gate * normed)
+        return x, block.ffn_norm1(x) if scale is None else block.ffn_norm1(x) * scale
+    (weight, next_weight), eps = norms
+    x, scaled = line.site(x, gate, branch, weight, next_weight, scale, eps)
+    return x, scaled
+
+
+def _residual(line: Line, block: Any, x: torch.Tensor, gate: Maybe, branch: torch.Tensor) -> torch.Tensor:
+    """``x + gate * ffn_norm2(branch)`` as one site."""
+    norms = plain_weights(block, _AFTER_FEED_FORWARD)
+    if norms is None:
+        line.declined[why_not_weights(block, _AFTER_FEED_FORWARD) or CHANGED] += 1
+        normed = block.ffn_norm2(branch)
+        return x + (normed if gate is None else gate * normed)  # type: ignore[no-any-return]
+    (weight,), eps = norms
+    result: torch.Tensor = line.site(x, gate, branch, weight, None, None, eps)
     return result
 
 
@@ -69,7 +105,7 @@ def _modulation(
 
 
 def _write_block(block: Any, original: Function, lines: Mapping[str, Line]) -> Function:
-    attention_norm1, ffn_norm1 = lines["attention_norm1"], lines["ffn_norm1"]
+    attention_norm1, attention_norm2, ffn_norm2 = lines.values()
 
     def forward(
         x: torch.Tensor,
@@ -80,27 +116,32 @@ def _write_block(block: Any, original: Function, lines: Mapping[str, Line]) -> F
         adaln_noisy: torch.Tensor | None = None,
         adaln_clean: torch.Tensor | None = None,
     ) -> Any:
-        scale_msa, gate_msa, scale_mlp, gate_mlp = _modulation(
-            block, x.shape[1], adaln_input, noise_mask, adaln_noisy, adaln_clean
-        )
-        attn_in = _norm_scale(attention_norm1, block, "attention_norm1", x, scale_msa)
+        scale_msa = gate_msa = scale_mlp = gate_mlp = None
+        if block.modulation:
+            scale_msa, gate_msa, scale_mlp, gate_mlp = _modulation(
+                block, x.shape[1], adaln_input, noise_mask, adaln_noisy, adaln_clean
+            )
+        attn_in = _norm(attention_norm1, block, x, scale_msa)
         attn_out = block.attention(attn_in, attention_mask=attn_mask, freqs_cis=freqs_cis)
-        x = x + gate_msa * block.attention_norm2(attn_out)
+        x, ffn_in = _residual_norm(attention_norm2, block, x, gate_msa, attn_out, scale_mlp)
+        return _residual(ffn_norm2, block, x, gate_mlp, block.feed_forward(ffn_in))
 
-        ffn_in = _norm_scale(ffn_norm1, block, "ffn_norm1", x, scale_mlp)
-        return x + gate_mlp * block.ffn_norm2(block.feed_forward(ffn_in))
-
-    for name, line in lines.items():
-        line.watch = lambda name=name: why_not_rms_norm(name, getattr(block, name))
+    attention_norm1.watch = lambda: why_not_rms_norm("attention_norm1", block.attention_norm1)
+    attention_norm2.watch = lambda: why_not_weights(block, _AROUND_ATTENTION)
+    ffn_norm2.watch = lambda: why_not_weights(block, _AFTER_FEED_FORWARD)
     return forward
 
 
-_NORMS = ("norm_q", "norm_k")
+_HEAD_NORMS = ("norm_q", "norm_k")
 _PROCESSOR_TAKES = {"freqs_cis"}
+_NO_SECOND_STREAM = (None,) * 6
 
 
 def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -> Function:
     (line,) = lines.values()
+
+    def why_not() -> str | None:
+        return why_not_processor(attn, Processor) or why_not_weights(attn, _HEAD_NORMS)
 
     def forward(
         hidden_states: torch.Tensor,
@@ -109,21 +150,21 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
         **kwargs: Any,
     ) -> Any:
         processor = attn.processor
-        if type(processor) is not Processor or not kwargs.keys() <= _PROCESSOR_TAKES:
-            # A processor that the user set, or arguments about which diffusers has something to say.
-            line.declined[why_not_processor(attn, Processor) or OTHER_ARGUMENTS] += 1
+        known = type(processor) is Processor and kwargs.keys() <= _PROCESSOR_TAKES
+        table = kwargs.get("freqs_cis")
+        norms = plain_weights(attn, _HEAD_NORMS)
+        if not known or norms is None or getattr(table, "ndim", 0) != 3:
+            # A part that the user set, or a call about which diffusers has something to say.
+            line.declined[why_not() or (NO_TABLE if known else OTHER_ARGUMENTS)] += 1
             return original(
                 hidden_states, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask, **kwargs
             )
-        query = attn.to_q(hidden_states).unflatten(-1, (attn.heads, -1))
-        key = attn.to_k(hidden_states).unflatten(-1, (attn.heads, -1))
-        value = attn.to_v(hidden_states).unflatten(-1, (attn.heads, -1))
-
-        query, key = norm_q_and_k(line, attn, _NORMS, query, key)
-
-        freqs_cis = kwargs.get("freqs_cis")
-        if freqs_cis is not None:
-            query, key = _rotate(query, freqs_cis), _rotate(key, freqs_cis)
+        heads = (attn.heads, -1)
+        query = attn.to_q(hidden_states).unflatten(-1, heads)
+        key = attn.to_k(hidden_states).unflatten(-1, heads)
+        value = attn.to_v(hidden_states).unflatten(-1, heads)
+        weights, eps = norms
+        query, key = line.site(query, key, None, *weights, table, *_NO_SECOND_STREAM, eps, "diffusers")
         # diffusers casts the key to the query's own dtype here, which its RoPE has left as it was
         key = key.to(query.dtype)
 
@@ -142,15 +183,27 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
         output = attn.to_out[0](joint.flatten(2, 3).to(query.dtype))
         return attn.to_out[1](output) if len(attn.to_out) > 1 else output  # dropout
 
-    line.watch = lambda: why_not_processor(attn, Processor) or why_not_qk(_NORMS, attn.norm_q, attn.norm_k)
+    line.watch = why_not
     return forward
 
 
-def _rotate(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    """RoPE: ``x`` of ``(B, S, H, head_dim)`` as complex pairs times the table ``(B, S, head_dim / 2)``."""
-    with torch.amp.autocast("cuda", enabled=False):
-        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * freqs_cis.unsqueeze(2)).flatten(3).type_as(x)
+def _write_feed_forward(feed_forward: Any, original: Function, lines: Mapping[str, Line]) -> Function:
+    (line,) = lines.values()
+
+    def why_not() -> str | None:
+        if "_forward_silu_gating" in feed_forward.__dict__:
+            return "the module's _forward_silu_gating was replaced on the instance, which wins over ours"
+        return None
+
+    def forward(x: torch.Tensor) -> Any:
+        reason = why_not()
+        if reason is not None:
+            line.declined[reason] += 1
+            return original(x)
+        return feed_forward.w2(line.site(feed_forward.w1(x), feed_forward.w3(x)))
+
+    line.watch = why_not
+    return forward
 
 
 BLOCK = Replacement(
@@ -159,7 +212,11 @@ BLOCK = Replacement(
         source(Block, "forward", "0010ab78ad4019c99d7773876ada3a22af1b0d6e2b5eb0824613d873bde13b35"),
         RMS_NORM_SOURCE,
     ),
-    sites=(("attention_norm1", "rms_norm_scale"), ("ffn_norm1", "rms_norm_scale")),
+    sites=(
+        ("attention_norm1", "rms_norm_scale"),
+        ("attention_norm2", "gated_residual_rms_norm"),
+        ("ffn_norm2", "gated_residual_rms_norm"),
+    ),
     write=_write_block,
 )
 
@@ -170,8 +227,19 @@ ATTENTION = Replacement(
         source(Processor, "__call__", "f8f65d350a61795747f1012c37a8188ca4651b312320caf7c784b135ae4e0354"),
         RMS_NORM_SOURCE,
     ),
-    sites=(("qk", "qk_norm"),),
+    sites=(("qk", "qk_norm_rope"),),
     write=_write_attention,
+)
+
+
+FEED_FORWARD = Replacement(
+    of=FeedForward,
+    sources=(
+        source(FeedForward, "forward", "1e3484a026a24699fcb095413edbd22570eadac9d9c433d95dbcc5eb5d98181b"),
+        source(FeedForward, "_forward_silu_gating", "4af06261e665f60e1c13b1f1e40b1b10d2f339010ce46a0431c208b7644c4609"),
+    ),
+    sites=(("", "swiglu"),),
+    write=_write_feed_forward,
 )
 
 
@@ -183,14 +251,9 @@ def _places(model: Any) -> Iterator[tuple[str, nn.Module, Replacement]]:
             yield "siglip_embedder.0", model.siglip_embedder[0], RMS_NORM
         for number, wrapped in enumerate(getattr(model, stack) or ()):
             block, path = unwrapped(wrapped), f"{stack}.{number}"
-            norms = ["attention_norm2", "ffn_norm2"]
-            if block.modulation:
-                yield path, block, BLOCK
-            else:  # nothing scales these two: the block's own forward is as good
-                norms = ["attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"]
+            yield path, block, BLOCK
             yield f"{path}.attention", block.attention, ATTENTION
-            for name in norms:
-                yield f"{path}.{name}", getattr(block, name), RMS_NORM
+            yield f"{path}.feed_forward", block.feed_forward, FEED_FORWARD
 
 
 FAMILY = Family("z-image", theirs.ZImageTransformer2DModel, _places)

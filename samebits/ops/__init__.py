@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from samebits.ops import layer_norm_modulate, qk_norm, rms_norm_scale
+from samebits.ops import (
+    gated_residual,
+    gated_residual_norm_modulate,
+    gated_residual_rms_norm,
+    gelu_tanh,
+    layer_norm_modulate,
+    qk_norm,
+    qk_norm_rope,
+    rms_norm_scale,
+    swiglu,
+)
 from samebits.ops._op import Args, Case, Launcher, Op, Outputs
 
-OPS: tuple[Op, ...] = (layer_norm_modulate.OP, qk_norm.OP, rms_norm_scale.OP)
+OPS: tuple[Op, ...] = (
+    layer_norm_modulate.OP,
+    gated_residual_norm_modulate.OP,
+    gated_residual.OP,
+    rms_norm_scale.OP,
+    gated_residual_rms_norm.OP,
+    qk_norm.OP,
+    qk_norm_rope.OP,
+    gelu_tanh.OP,
+    swiglu.OP,
+)
 
 
 def by_name(name: str) -> Op:

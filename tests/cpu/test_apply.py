@@ -284,13 +284,20 @@ def test_report_counts_and_explains() -> None:
         run(model, inputs)
         rows = handle.report().to_json()
     assert json.loads(json.dumps(rows)) == rows
-    assert len(rows) == 14
+    assert len(rows) == 20
     for row in rows:
         assert list(row) == ["site", "op", "fused", "eager", "reasons"]
         assert (row["fused"], row["eager"]) == (0, 2)
         assert sum(row["reasons"].values()) == 2
         assert all("cpu" in reason.lower() for reason in row["reasons"])  # no kernel runs here, and it says so
-    assert {row["op"] for row in rows} == {"layer_norm_modulate", "qk_norm", "rms_norm_scale"}
+    assert {row["op"] for row in rows} == {
+        "layer_norm_modulate",
+        "gated_residual_norm_modulate",
+        "gated_residual",
+        "qk_norm_rope",
+        "gelu_tanh",
+        "rms_norm_scale",
+    }
     assert rows[0]["site"] == "txt_norm"
     assert rows[-1]["site"] == "norm_out"
 
@@ -338,7 +345,7 @@ def test_compiled_parts_say_so() -> None:
         rows = {row.site: set(row.reasons) for row in handle.report().rows}
     for block in (0, 1):
         assert rows[f"transformer_blocks.{block}.img_norm1"] == {COMPILED}
-        assert rows[f"transformer_blocks.{block}.attn.txt_qk"] == {COMPILED}
+        assert rows[f"transformer_blocks.{block}.attn.qk"] == {COMPILED}
     assert rows["norm_out"] == {NEVER_CALLED}
 
 

@@ -23,7 +23,7 @@ class FakeDriver:
     """The calls of the CUDA driver that the probe makes. Handles are integers; 0 is the legacy default stream."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=SUCCESS)
-    CUstreamCaptureStatus = SimpleNamespace(CU_STREAM_CAPTURE_STATUS_NONE=NONE)
+    CUstreamCaptureStatus = SimpleNamespace(CU_STREAM_CAPTURE_STATUS_NONE=NONE, CU_STREAM_CAPTURE_STATUS_ACTIVE=ACTIVE)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=RELAXED)
 
     def __init__(self, active: set[int]) -> None:
@@ -34,6 +34,10 @@ class FakeDriver:
         self.retained = 0
         self.mode = GLOBAL
         self.asked: list[int] = []
+        self.number = 1
+
+    def cuStreamGetCaptureInfo(self, handle: int) -> tuple[Any, ...]:
+        return SUCCESS, self.status.get(handle, NONE), self.number, "graph", [], [], 0
 
     def cuDevicePrimaryCtxGetState(self, device: int) -> tuple[str, int, bool]:
         return SUCCESS, 0, device in self.active
@@ -215,6 +219,51 @@ def test_here_asks_about_the_device_of_the_call(cuda: FakeCuda, driver: FakeDriv
     assert cuda.on == []
     assert probe.here(torch.device("cuda:1")) is True
     assert cuda.on == [torch.device("cuda:1")]
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The current device and its current stream, as torch's own functions give them."""
+    now = {"device": 0, "stream": 1000}
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: now["device"], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: now["stream"], raising=False)
+    return now
+
+
+def test_a_lane_is_a_stream_and_a_capture(cuda: FakeCuda, driver: FakeDriver, stream: dict[str, int]) -> None:
+    device = torch.device("cuda:0")
+    outside = capture.lane(device)
+    assert outside is not None
+    assert capture.lane(device) == outside
+    cuda.here, driver.status[1000] = True, ACTIVE
+    first = capture.lane(device)
+    assert first not in {outside, None}
+    assert capture.lane(device) == first
+    driver.number = 2
+    assert capture.lane(device) not in {outside, first, None}
+    cuda.here = False
+    assert capture.lane(device) == outside
+    stream["stream"] = 1001
+    assert capture.lane(device) not in {outside, None}
+
+
+def test_a_lane_that_cannot_be_told(
+    cuda: FakeCuda, driver: FakeDriver, stream: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda:0")
+    assert capture.lane(torch.device("cpu")) is not None
+    assert capture.lane(torch.device("meta")) is None
+    stream["device"] = 1  # whether its stream captures is asked about the current device only
+    assert capture.lane(device) is None
+    stream["device"] = 0
+    cuda.here, driver.status[1000] = True, INVALIDATED
+    assert capture.lane(device) is None
+    monkeypatch.setattr(capture, "_driver", lambda: None)
+    assert capture.lane(device) is None
+    cuda.here = False
+    assert capture.lane(device) is not None
+    cuda.initialized = False
+    assert capture.lane(device) is None
 
 
 def test_the_process_wide_probe_answers_on_this_machine() -> None:
