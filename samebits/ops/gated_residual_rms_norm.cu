@@ -14,7 +14,7 @@ using Element = ELEMENT;
 
 #include "_row_sum.cuh"
 
-// grid (rows), block (COLUMNS, GROUPS), shared (WIDTH,) elements
+// grid (rows), block as _row_sum.cuh says, shared (WIDTH,) elements
 extern "C" __global__ void __launch_bounds__(THREADS)
 gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict__ gate, const Element* __restrict__ y,
                         const Element* __restrict__ y_weight, const Element* __restrict__ weight,
@@ -24,20 +24,17 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
                         long long scale_sample_stride, long long scale_token_stride, float mean_factor, float eps) {
   extern __shared__ uint4 shared[];
   Element* row = reinterpret_cast<Element*>(shared);  // (WIDTH,): first y, then x'
-  const int thread = threadIdx.x + COLUMNS * threadIdx.y;
   const int sample = blockIdx.x / tokens, token = blockIdx.x - sample * tokens;
-  const Element* y_row = y + sample * y_sample_stride + token * y_token_stride;           // (WIDTH,)
   const Element* x_row = x + sample * x_sample_stride + token * x_token_stride;           // (WIDTH,)
   const Element* gate_row = gate + sample * gate_sample_stride + token * gate_token_stride;  // (WIDTH,)
   const long long out = (long long)blockIdx.x * WIDTH;
-#pragma unroll
-  for (int at = thread * WIDE; at < WIDTH; at += THREADS * WIDE) copy_async<Element, WIDE>(row + at, y_row + at);
-  wait_for_copies();
-  __syncthreads();
+  fetch_row(row, y + sample * y_sample_stride + token * y_token_stride);
   float r = reciprocal_root_mean_square(row, mean_factor, eps);
   __syncthreads();  // every thread has read what the next loop overwrites
-#pragma unroll 4
-  for (int at = thread * WIDE; at < WIDTH; at += THREADS * WIDE) {
+#pragma unroll
+  for (int i = 0; i < steps(WIDE); i++) {
+    const int at = element_of(i, WIDE);
+    if (at >= WIDTH) break;
     const Vector<Element, WIDE> v = load<Element, WIDE>(row + at), w = load<Element, WIDE>(y_weight + at);
     Vector<Element, WIDE> o = load<Element, WIDE>(x_row + at), g = {};
     if (HAS_GATE) g = load<Element, WIDE>(gate_row + at);
@@ -54,8 +51,10 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
   r = reciprocal_root_mean_square(row, mean_factor, eps);
 
   const Element* scale_row = scale + sample * scale_sample_stride + token * scale_token_stride;  // (WIDTH,)
-#pragma unroll 4
-  for (int at = thread * WIDE; at < WIDTH; at += THREADS * WIDE) {
+#pragma unroll
+  for (int i = 0; i < steps(WIDE); i++) {
+    const int at = element_of(i, WIDE);
+    if (at >= WIDTH) break;
     const Vector<Element, WIDE> v = load<Element, WIDE>(row + at), w = load<Element, WIDE>(weight + at);
     Vector<Element, WIDE> s = {}, o;
     if (HAS_SCALE) s = load<Element, WIDE>(scale_row + at);

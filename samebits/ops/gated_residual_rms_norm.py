@@ -111,7 +111,7 @@ def prepare(
     gate_strides, scale_strides = rms_norm_scale.broadcast_strides(gate), rms_norm_scale.broadcast_strides(scale)
     bound = jit.compile(SOURCE, "gated_residual_rms_norm", constants, x.device).bind(
         (rows, 1, 1),
-        (plan.columns, plan.groups, 1),
+        plan.block,
         width * x.element_size(),
         tokens=tokens,
         x_sample_stride=x.stride(0),
