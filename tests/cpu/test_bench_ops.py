@@ -195,10 +195,14 @@ def test_sweeps_take_the_largest_case_of_each_type_and_reference() -> None:
     assert comparing.sweep_cases(fake_op(cases=(case(4, kind="odd"),)), CPU) == []
 
 
+VARIED = {"qk_norm": 2, "qk_norm_rope": 3, "swiglu": 2, "gated_residual_rms_norm": 3}
+
+
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_sweeps_vary_x_or_q_and_k_and_nothing_else(op: Op) -> None:
+    """Or query, key and value, both halves, or stream, gate and branch."""
     args = min(op.cases, key=lambda c: c.rows).build(CPU, 0)
-    assert comparing.leading_inputs(args) == (2 if op.name == "qk_norm" else 1)
+    assert comparing.leading_inputs(args) == VARIED.get(op.name, 1)
 
 
 def test_every_reference_of_qk_norm_is_swept_in_bf16() -> None:

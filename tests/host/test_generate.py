@@ -38,7 +38,7 @@ def test_the_picture_is_eagers_whatever_the_gate_decides(
         assert site["fused"] + site["eager"] > 0, site
         assert sum(site["reasons"].values()) == site["eager"], site
         assert all(reason == COMPARED or reason.startswith("refused") for reason in site["reasons"]), site
-    assert {site["op"] for site in found["sites"]} >= {"rms_norm_scale", "qk_norm"}
+    assert {site["op"] for site in found["sites"]} >= {"rms_norm_scale", "qk_norm_rope"}
 
 
 def test_without_a_compiler_every_site_says_so(tmp_path: Path) -> None:
