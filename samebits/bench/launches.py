@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 CLASSES = ("gemm", "attention", "ours", "copies", "other")
-_GEMM = ("gemm", "cutlass", "nvjet", "xmma", "cublas", "gemv")
+_GEMM = ("gemm", "cutlass", "nvjet", "xmma", "cublas", "gemv", "triton_tem_")
 _ATTENTION = ("flash", "fmha", "sdpa", "cudnn_generated")
 # extern "C" __global__ void [__launch_bounds__(...)] name(
 _KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^\n]*?\)\s+)?(\w+)\s*\(')
@@ -34,6 +34,10 @@ def class_of(kernel: str, ours: Iterable[str] = ()) -> str:
     if any(kernel == name or (kernel.startswith(name) and kernel[len(name)] in "(<. ") for name in ours):
         return "ours"
     name = kernel.lower()
+    if name.startswith("triton_") and not name.startswith("triton_tem_"):
+        # Inductor names a fused kernel after the eager operations in it and beside it, GEMMs and attention included;
+        # only what it makes from a template (triton_tem_) is one.
+        return "other"
     if any(word in name for word in _ATTENTION):
         return "attention"
     if any(word in name for word in _GEMM):
@@ -59,8 +63,8 @@ class Launches:
         return sum(self.counts.values())
 
 
-def account(events: Iterable[tuple[str, float]], ours: Iterable[str] = ()) -> Launches:
-    """Sort ``(kernel name, microseconds)`` pairs into classes."""
+def account(events: Iterable[tuple[str, float]], ours: Iterable[str] = (), runs: int = 1) -> Launches:
+    """Sort ``(kernel name, microseconds)`` pairs of ``runs`` equal runs into classes; counts and times are of one."""
     names = tuple(ours)
     counts, ms = dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, 0.0)
     kernels: dict[str, tuple[int, float]] = {}
@@ -70,8 +74,33 @@ def account(events: Iterable[tuple[str, float]], ours: Iterable[str] = ()) -> La
         ms[kind] += us / 1e3
         seen, spent = kernels.get(name, (0, 0.0))
         kernels[name] = (seen + 1, spent + us / 1e3)
-    by_time = dict(sorted(kernels.items(), key=lambda item: -item[1][1]))
-    return Launches(counts, {kind: round(spent, 4) for kind, spent in ms.items()}, by_time)
+    by_time = {
+        name: (round(seen / runs), round(spent / runs, 6))
+        for name, (seen, spent) in sorted(kernels.items(), key=lambda item: -item[1][1])
+    }
+    counted = {kind: round(count / runs) for kind, count in counts.items()}
+    return Launches(counted, {kind: round(spent / runs, 4) for kind, spent in ms.items()}, by_time)
+
+
+def owned(events: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Give the memsets right before a GEMM to the GEMM library, which zeroes its workspace so.
+
+    Parameters
+    ----------
+    events : sequence of (kernel name, microseconds)
+        In the order in which the GPU ran them.
+
+    Returns
+    -------
+    list of (kernel name, microseconds)
+        The same, with those memsets renamed so that they count as ``gemm``.
+    """
+    renamed = list(events)
+    for index in range(len(renamed) - 2, -1, -1):
+        name, us = renamed[index]
+        if "memset" in name.lower() and class_of(renamed[index + 1][0]) == "gemm":
+            renamed[index] = (f"{name} of the GEMM library", us)
+    return renamed
 
 
 def record(body: Callable[[], object], ours: Iterable[str] = ()) -> Launches:
@@ -79,6 +108,11 @@ def record(body: Callable[[], object], ours: Iterable[str] = ()) -> Launches:
 
     ``body`` should have run before: a first run compiles, allocates and verifies.
     """
+    return account(events_of(body), ours)
+
+
+def events_of(body: Callable[[], object], runs: int = 1) -> list[tuple[str, float]]:
+    """Run ``body`` under the profiler ``runs`` times, after one run outside; what the GPU ran, in its order."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -88,21 +122,24 @@ def record(body: Callable[[], object], ours: Iterable[str] = ()) -> Launches:
         # The profiler warns about its own event buffers from one version to the next; none of it is about us.
         warnings.simplefilter("ignore")
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            body()
+            for _ in range(runs):
+                body()
             torch.cuda.synchronize()
-        return account(device_events(profiler.events() or ()), ours)
+        return device_events(profiler.events() or ())
 
 
 def device_events(events: Iterable[Any]) -> list[tuple[str, float]]:
-    """``(name, microseconds)`` of those profiler events that ran on the GPU.
+    """``(name, microseconds)`` of those profiler events that ran on the GPU, in the order in which they began.
 
     Ranges that merely annotate the GPU's timeline carry device time too and would count twice.
     """
-    return [
-        (event.name, float(event.device_time))
+    ran = [
+        event
         for event in events
         if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
     ]
+    ran.sort(key=lambda event: event.time_range.start)
+    return [(event.name, float(event.device_time)) for event in ran]
 
 
 def kernels_in(sources: Iterable[Path]) -> tuple[str, ...]:

@@ -212,6 +212,8 @@ def test_targets_of_denoisers() -> None:
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("Memset (Device)", "copies"),
         ("void at::native::elementwise_kernel<128, 4>", "other"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_add_gemm_mul_3", "other"),
+        ("triton_tem_fused_addmm_7", "gemm"),
         ("row_per_warp", "ours"),
         ("row_per_warp(__nv_bfloat16 const*, int)", "ours"),
         ("row_per_warp_of_somebody_else", "other"),
@@ -231,12 +233,38 @@ def test_accounting_adds_up() -> None:
 
 
 def test_only_what_the_gpu_ran_is_counted() -> None:
-    def event(name: str, device: str, annotation: bool = False) -> Any:
-        kind = SimpleNamespace(name=device)
-        return SimpleNamespace(name=name, device_type=kind, device_time=5.0, is_user_annotation=annotation)
+    def event(name: str, device: str, start: float, annotation: bool = False) -> Any:
+        kind, span = SimpleNamespace(name=device), SimpleNamespace(start=start)
+        return SimpleNamespace(
+            name=name, device_type=kind, device_time=5.0, is_user_annotation=annotation, time_range=span
+        )
 
-    events = [event("aten::add", "CPU"), event("add_kernel", "CUDA"), event("step", "CUDA", annotation=True)]
-    assert launches.device_events(events) == [("add_kernel", 5.0)]
+    events = [
+        event("aten::add", "CPU", 0.0),
+        event("second", "CUDA", 9.0),
+        event("first", "CUDA", 2.0),
+        event("step", "CUDA", 1.0, annotation=True),
+    ]
+    assert launches.device_events(events) == [("first", 5.0), ("second", 5.0)]
+
+
+def test_memsets_right_before_a_gemm_belong_to_it() -> None:
+    events = [
+        ("Memset (Device)", 1.0),
+        ("Memset (Device)", 1.0),
+        ("nvjet_a", 9.0),
+        ("Memset (Device)", 1.0),
+        ("x", 1.0),
+    ]
+    counted = launches.account(launches.owned(events))
+    assert counted.counts == {"gemm": 3, "attention": 0, "ours": 0, "copies": 1, "other": 1}
+    assert counted.ms["gemm"] == pytest.approx(0.011)
+    assert launches.account(events).counts["gemm"] == 1
+
+
+def test_an_account_of_several_runs_is_of_one() -> None:
+    one = [("nvjet_a", 100.0), ("row_per_block", 16.0)]
+    assert launches.account(one * 3, ("row_per_block",), runs=3) == launches.account(one, ("row_per_block",))
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
