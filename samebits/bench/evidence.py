@@ -38,6 +38,20 @@ class Schema:
     flags: tuple[str, ...] = ()
     fractions: tuple[str, ...] = ()
     """Texts ``n/m``: n of m equal."""
+    amounts: tuple[str, ...] = ()
+    """Parts of a time: numbers that are not negative, or null. Null too in a row whose bits differ."""
+    variants: tuple[str, ...] = ()
+    """What the column ``variant`` may say, where there is one."""
+    claims: tuple[str, ...] | None = None
+    """The variants whose rows claim eager's bits; ``None``: every row does. A row that claims nothing (a peer such as
+    torch.compile, or a floor that computes no output) says ``false`` and keeps its time."""
+    closed: bool = False
+    """Whether a row has these columns and no others."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every required column."""
+        return (*self.text, *self.counts, *self.flags, *self.fractions, *self.speeds, *self.amounts)
 
     def bits_equal(self, row: Mapping[str, Any]) -> bool:
         """Whether everything that this row compared was equal."""
@@ -47,14 +61,18 @@ class Schema:
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
         """A sentence that says what is wrong with the row, or ``None``."""
-        missing = [
-            name for name in (*self.text, *self.speeds, *self.counts, *self.flags, *self.fractions) if name not in row
-        ]
+        missing = [name for name in self.columns if name not in row]
         if missing:
             return f"column {missing[0]!r} is missing"
+        further = [name for name in row if name not in self.columns]
+        if self.closed and further:
+            return f"column {further[0]!r} is not one of {', '.join(self.columns)}"
+        if self.variants and row["variant"] not in self.variants:
+            return f"column 'variant' must be one of {', '.join(self.variants)}, got {row['variant']!r}"
         checks: Sequence[tuple[tuple[str, ...], Callable[[Any], bool], str]] = (
             (self.text, lambda v: isinstance(v, str) and v != "", "a text that is not empty"),
             (self.speeds, lambda v: v is None or _is_positive(v), "a positive finite number or null"),
+            (self.amounts, lambda v: v is None or _is_amount(v), "a number that is not negative, or null"),
             (self.counts, lambda v: type(v) is int and v >= 0, "an integer that is not negative"),
             (self.flags, lambda v: type(v) is bool, "true or false"),
             (self.fractions, lambda v: isinstance(v, str) and re.fullmatch(r"\d+/[1-9]\d*", v) is not None, "n/m"),
@@ -63,7 +81,7 @@ class Schema:
             for name in names:
                 if not fits(row[name]):
                     return f"column {name!r} must be {wanted}, got {row[name]!r}"
-        if not self.bits_equal(row):
+        if not self.bits_equal(row) and (self.claims is None or row["variant"] in self.claims):
             told = [name for name in row if _tells_speed(name) and row[name] is not None]
             if told:
                 return f"bits differ, so {told[0]!r} must be null, got {row[told[0]]!r}"
@@ -91,15 +109,34 @@ DENOISERS = Schema(
     flags=("output_equal",),
     fractions=("blocks_equal", "steps_equal"),
 )
-SCHEMAS = {schema.kind: schema for schema in (OPS, HOST, DENOISERS)}
+VARIANTS = ("eager", "eager_graph", "compile", "compile_graph", "ours", "ours_graph", "floor_graph")
+"""The ways to run one forward that a plain run of ``samebits bench models`` compares."""
+EXTRA_VARIANTS = ("compile_max_autotune", "compile_emulate_precision_casts")
+"""Those that must be asked for: each compiles for minutes."""
+MODELS = Schema(
+    "models",
+    text=("model", "variant"),
+    speeds=("ms",),
+    counts=("size", "batch", "launches"),
+    flags=("bits_equal",),
+    amounts=("ms_gemm", "ms_attention", "ms_other"),
+    variants=(*VARIANTS, *EXTRA_VARIANTS),
+    claims=("ours", "ours_graph"),
+    closed=True,
+)
+SCHEMAS = {schema.kind: schema for schema in (OPS, HOST, DENOISERS, MODELS)}
 
 
 def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
 def _tells_speed(column: str) -> bool:
-    return column.startswith(("us_", "ms_")) or column in {"copy_share", "speedup"}
+    return column.startswith(("us_", "ms_")) or column in {"ms", "copy_share", "speedup"}
 
 
 def without_speeds(row: Row) -> Row:
