@@ -74,6 +74,21 @@ class CudaStopwatch:
         return float(start.elapsed_time(end))
 
 
+class WallStopwatch:
+    """A processor's wall clock, for runs whose figures mean nothing: the same code without a GPU."""
+
+    def synchronize(self) -> None:
+        """Nothing runs on the side."""
+
+    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
+        return body
+
+    def elapsed_ms(self, body: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        body()
+        return (time.perf_counter() - start) * 1e3
+
+
 def sets_needed(bytes_per_set: int, l2_bytes: int, budget_bytes: int = SETS_BUDGET_BYTES) -> int:
     """How many input sets a graph must rotate over.
 
