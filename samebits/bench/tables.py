@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from samebits.bench import evidence
+from samebits.bench import evidence, ratios
 from samebits.bench.evidence import Record, Row
 from samebits.ops import OPS, Op
 
@@ -129,6 +129,37 @@ def _rows_of(machine: Machine, op: Op) -> list[Row]:
     return [row for row in record.rows if row["op"] == op.name]
 
 
+def op_cells(row: Row) -> list[str]:
+    """One row of ``ops.json`` under ``OP_HEADS``."""
+    return [
+        row["case"],
+        row["dtype"],
+        "equal" if row["bits_equal"] else f"DIFFERENT ({row.get('error', 'no word why')})",
+        f"{row['rows_compared']:,}",
+        _time(row["us_eager"], ""),
+        _time(row["us_fused"], ""),
+        _ratio(row["us_eager"], row["us_fused"]),
+        _share(row),
+    ]
+
+
+def models_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
+    """Every variant of one forward on every machine, with what was to be reached, and the command that measured it."""
+    parts = []
+    for machine in found:
+        record = machine.records.get("models")
+        if record is None or evidence.stale(record, ops):
+            continue
+        reached = [
+            (target.name, target.wanted, target.got, "yes" if target.reached else "no")
+            for target in ratios.targets(record.rows)
+        ]
+        parts.append(f"{machine.name}, by `{record.command}`:\n\n{markdown(ratios.HEADS, ratios.lines(record.rows))}")
+        if reached:
+            parts.append(markdown(("figure", "wanted", "got", "reached"), reached))
+    return "\n".join(parts) or "Not yet measured with this source.\n"
+
+
 def op_table(found: Sequence[Machine], op: Op) -> str:
     """The measured section of one op's page: every case on every machine, and the command that measured it."""
     parts = []
@@ -136,19 +167,7 @@ def op_table(found: Sequence[Machine], op: Op) -> str:
         rows = _rows_of(machine, op)
         if not rows:
             continue
-        lines = [
-            [
-                row["case"],
-                row["dtype"],
-                "equal" if row["bits_equal"] else f"DIFFERENT ({row.get('error', 'no word why')})",
-                f"{row['rows_compared']:,}",
-                _time(row["us_eager"], ""),
-                _time(row["us_fused"], ""),
-                _ratio(row["us_eager"], row["us_fused"]),
-                _share(row),
-            ]
-            for row in rows
-        ]
+        lines = [op_cells(row) for row in rows]
         record = machine.records["ops"]
         parts.append(f"{machine.name}, by `{record.command}`:\n\n{markdown(OP_HEADS, lines)}")
     return "\n".join(parts) or "Not yet measured with this source.\n"
@@ -167,13 +186,16 @@ def render(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
 
 def pages(root: Path = ROOT) -> list[Path]:
     """The files that hold measured blocks."""
-    return [root / "README.md", *sorted((root / "docs" / "ops").glob("*.md"))]
+    return [root / "README.md", *sorted((root / "docs" / "ops").glob("*.md")), *(root / "docs").glob("performance.md")]
 
 
 def update(root: Path = ROOT, ops: Sequence[Op] = OPS, *, write: bool = True) -> list[Path]:
     """Bring every measured block below ``root`` up to date; returns the files that were not."""
     found = machines(root / "evidence")
-    tables: dict[str, Callable[[], str]] = {"readme": partial(readme_table, found, ops)}
+    tables: dict[str, Callable[[], str]] = {
+        "readme": partial(readme_table, found, ops),
+        "models": partial(models_table, found, ops),
+    }
     for op in ops:
         tables[op.name] = partial(op_table, found, op)
     outdated = []

@@ -27,7 +27,7 @@ from samebits.errors import (
     UnsupportedModelError,
 )
 
-VERBS = ("bench", "env", "generate")
+VERBS = ("bench", "env", "generate", "profile")
 """Each is a module of this package with a click command of the same name."""
 
 BAD_INPUT = (CheckpointError, DeviceError, ModelError, SettingsError, SizeError, UnsupportedModelError)

@@ -1,4 +1,4 @@
-"""``samebits bench``: measure the ops and whole denoisers on this machine's GPU and write the evidence."""
+"""``samebits bench``: measure ops, whole denoisers and whole pictures on this machine's GPU and write the evidence."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ from typing import Any
 
 import click
 
-_OUT = click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the records. Default: evidence/<name of the GPU> of this checkout.",
-)
-_COMMIT = click.option("--commit", help="The commit this source was copied from, where there is no git history.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON instead of tables.")
+from samebits.cli._bench import COMMIT, JSON, OUT, leave, on_gpu, report
+from samebits.cli._bench_models import models
+from samebits.cli._bench_pipeline import pipeline
 
 
 @click.group()
 def bench() -> None:
-    """Measure on an NVIDIA GPU: bits first, and a time only where they are equal.
+    """Measure on an NVIDIA GPU: bits first, and a time of ours only where they are equal.
 
-    Exit code 0: all bits equal. 1: some differ, or a case failed. 2: usage, or no GPU.
+    Exit code 0: all bits equal. 1: some differ, or a case failed. 2: usage, or no GPU. Without a GPU, models and
+    pipeline run tiny models and say that the figures mean nothing.
     """
 
 
+bench.add_command(models)
+bench.add_command(pipeline)
+
+
 @bench.command()
-@_OUT
+@OUT
 @click.option("--op", "names", multiple=True, help="Only this op; can be given several times.")
 @click.option("--sweeps/--no-sweeps", default=True, help="Millions of rows over amplitudes from 0.005 to 200.")
 @click.option("--jobs", type=click.IntRange(0), help="Processes that compile ahead; 0 compiles as it goes.")
-@_COMMIT
-@_JSON
+@COMMIT
+@JSON
 def ops(
     out: Path | None, names: tuple[str, ...], sweeps: bool, jobs: int | None, commit: str | None, as_json: bool
 ) -> None:
-    """Every case of every op against eager: ops.json and host.json."""
-    measured, environment, folder = _bench(out)
+    """Every case of every op against eager: ops.json and host.json, and ops as a Markdown table and a chart."""
+    measured, environment, folder = on_gpu(out)
     from samebits.bench import ops as run
     from samebits.bench import targets, warm
     from samebits.ops import OPS, by_name
@@ -58,28 +59,29 @@ def ops(
     rows, host = run.record(
         folder, measured, chosen, command=command, environment=environment, commit=commit, sweeps=sweeps
     )
+    wanted = []
+    if "layer_norm_modulate" in [op.name for op in chosen]:
+        wanted += targets.modulate_targets(rows)
+    if "qk_norm" in [op.name for op in chosen] and sweeps:
+        wanted += targets.qk_targets(rows)
+    wanted += targets.share_targets(rows) + targets.host_targets(host)
+    written = report(folder, "ops", wanted)
     if as_json:
         click.echo(json.dumps({"ops": rows, "host": host}, indent=2))
     else:
-        wanted = []
-        if "layer_norm_modulate" in [op.name for op in chosen]:
-            wanted += targets.modulate_targets(rows)
-        if "qk_norm" in [op.name for op in chosen] and sweeps:
-            wanted += targets.qk_targets(rows)
-        wanted += targets.host_targets(host)
         click.echo(f"\n{targets.ops_table(row for row in rows if _belongs_on_screen(row))}")
-        click.echo(f"\n{_summary(rows)}\n\n{targets.targets_table(wanted)}\n\nwritten: {folder}")
-    _exit(all(row["bits_equal"] and not row.get("error") for row in (*rows, *host)))
+        click.echo(f"\n{_summary(rows)}\n\n{targets.targets_table(wanted)}\n\n{written}")
+    leave(all(row["bits_equal"] and not row.get("error") for row in (*rows, *host)))
 
 
 @bench.command()
-@_OUT
+@OUT
 @click.option("--model", "names", multiple=True, help="Only this model: z-image or qwen-image. Default: both.")
-@_COMMIT
-@_JSON
+@COMMIT
+@JSON
 def denoisers(out: Path | None, names: tuple[str, ...], commit: str | None, as_json: bool) -> None:
     """Whole denoisers at real size with random weights: denoisers.json."""
-    measured, environment, folder = _bench(out)
+    measured, environment, folder = on_gpu(out)
     from samebits.bench import denoisers as run
     from samebits.bench import evidence, models, targets
     from samebits.ops import OPS
@@ -96,23 +98,7 @@ def denoisers(out: Path | None, names: tuple[str, ...], commit: str | None, as_j
     else:
         click.echo(f"\n{targets.denoisers_table(rows)}\n\n{targets.targets_table(targets.denoiser_targets(rows))}")
         click.echo(f"\nwritten: {folder}")
-    _exit(all(evidence.DENOISERS.bits_equal(row) and not row.get("error") for row in rows))
-
-
-def _bench(out: Path | None) -> tuple[Any, dict[str, Any], Path]:
-    """The GPU to measure on, the fingerprint, and the folder for the records."""
-    import torch
-
-    from samebits.bench import evidence
-    from samebits.bench.comparing import Bench
-    from samebits.environment import fingerprint
-
-    if not torch.cuda.is_available():
-        raise click.UsageError("bench needs an NVIDIA GPU and torch sees none; nothing measured elsewhere would count.")
-    device = torch.device("cuda", torch.cuda.current_device())
-    name = evidence.folder_name(torch.cuda.get_device_name(device))
-    folder = out if out is not None else evidence.PACKAGE.parent / "evidence" / name
-    return Bench.on(device, lambda text: click.echo(text, err=True)), fingerprint(), folder
+    leave(all(evidence.DENOISERS.bits_equal(row) and not row.get("error") for row in rows))
 
 
 def _belongs_on_screen(row: dict[str, Any]) -> bool:
@@ -124,7 +110,3 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     equal = [row for row in rows if row["bits_equal"]]
     compared = sum(row["rows_compared"] for row in rows)
     return f"bits equal in {len(equal)} of {len(rows)} cases and sweeps, {compared:,} rows compared"
-
-
-def _exit(good: bool) -> None:
-    click.get_current_context().exit(0 if good else 1)

@@ -1,0 +1,328 @@
+"""One forward of a denoiser, every way there is, in one process and in turns: eager, torch.compile, ours, the floor.
+
+Each variant's output is compared with eager's as integers before anything is timed. A variant of ours whose bits
+differ is not timed at all. torch.compile and the floor claim no bits; what they say is for comparison.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebits.apply import Handle, apply
+from samebits.bench import denoisers, evidence, floor, launches
+from samebits.bench.comparing import Bench, said
+from samebits.bench.denoisers import Calls, Observation, equal, observe
+from samebits.bench.inputs import poison
+from samebits.bench.models import Denoiser
+from samebits.bench.timing import interleaved_ms
+from samebits.ops._op import Op
+
+ROUNDS = 12
+REPEATS = 2
+PROFILED_RUNS = 3
+EAGER, OURS = "eager", "ours"
+
+COMPILED: Mapping[str, Mapping[str, Any]] = {
+    "compile": {},
+    "compile_max_autotune": {"mode": "max-autotune-no-cudagraphs"},
+    "compile_emulate_precision_casts": {"options": {"emulate_precision_casts": True}},
+}
+"""What ``compile_repeated_blocks(fullgraph=True)`` gets besides, by variant."""
+
+
+class Switch:
+    """Brings one model into the state that a variant needs: eager, compiled in some way, or with samebits applied.
+
+    All share one set of weights. Compiled blocks are kept aside while another variant runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+        self.handle: Handle | None = None
+        self._kept: list[Handle] = []
+        self._compiled: dict[str, dict[nn.Module, Any]] = {}
+        self._state = EAGER
+
+    def compile(self, name: str, options: Mapping[str, Any]) -> None:
+        """Mark the repeated blocks for compilation, which happens at their next call; the state is then ``name``."""
+        self.to(EAGER)
+        self.model.compile_repeated_blocks(fullgraph=True, **options)
+        self._compiled[name] = {
+            module: module._compiled_call_impl
+            for module in self.model.modules()
+            if module._compiled_call_impl is not None
+        }
+        self._state = name
+
+    def to(self, state: str) -> None:
+        """Bring the model into a state that is ``"eager"``, ``"ours"`` or the name of something compiled."""
+        if state == self._state:
+            return
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+        for module in self._compiled.get(self._state, ()):
+            module.__dict__.pop("_compiled_call_impl", None)
+        self._state = EAGER
+        if state == OURS:
+            self.handle = apply(self.model)
+            self._kept[:] = [*self._kept[:1], self.handle]  # the first one's buffers may be in a captured graph
+        elif state != EAGER:
+            for module, call in self._compiled[state].items():
+                module._compiled_call_impl = call
+        self._state = state
+
+
+@dataclass
+class Lane:
+    """One variant of a forward, ready to run."""
+
+    body: Callable[[], object]
+    state: str | None
+    """What the switch must say while it runs; ``None`` for a graph, which needs nothing of the model."""
+    bits_equal: bool
+    again: Callable[[], bool] | None = None
+    """Runs it once more and compares: for those that claim bits."""
+    account: launches.Launches | None = None
+
+
+@dataclass
+class Outcome:
+    """What one model at one size and batch gave."""
+
+    rows: list[evidence.Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Sentences for a reader: what failed, which calls of ours were eager and why."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which variants run, and how long.
+
+    Attributes
+    ----------
+    compiled : tuple of str
+        Keys of ``COMPILED``. Only ``"compile"`` is run as a graph too.
+    graphs : bool
+        Whether graphs are captured and the floor is measured; false where there is no GPU.
+    rounds : int
+        How many turns each variant has.
+    options : mapping
+        For torch.compile, beside what ``COMPILED`` says. The tests compile with a backend that takes no time.
+    """
+
+    compiled: tuple[str, ...] = ("compile",)
+    graphs: bool = True
+    rounds: int = ROUNDS
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def measure(denoiser: Denoiser, bench: Bench, ops: Sequence[Op], size: int, batch: int, choice: Choice) -> Outcome:
+    """Run every variant of one forward: bits, then launches and classes, then time in turns."""
+    outcome = Outcome()
+    contest = Contest(denoiser, bench, ops, outcome)
+    try:
+        with _room_to_recompile(choice):
+            contest.enter(choice)
+            contest.profile()
+            taken = contest.time(choice.rounds)
+    finally:
+        contest.switch.to(EAGER)
+    wanted = [EAGER, *choice.compiled, OURS]
+    if choice.graphs:
+        wanted += [f"{name}_graph" for name in (EAGER, "compile", OURS, "floor") if name in wanted or name == "floor"]
+    for name in (*evidence.VARIANTS, *evidence.EXTRA_VARIANTS):
+        if name in wanted:
+            head = {"model": denoiser.name, "size": size, "batch": batch, "variant": name}
+            outcome.rows.append({**head, **figures(contest.lanes.get(name), taken.get(name), name)})
+    return outcome
+
+
+def figures(lane: Lane | None, ms: float | None, name: str) -> evidence.Row:
+    """The measured columns of a row; a variant that failed or that claims bits and lacks them has no times."""
+    row: evidence.Row = {
+        "ms": None if ms is None else round(ms, 3),
+        "bits_equal": lane is not None and lane.bits_equal,
+        "launches": 0,
+        "ms_gemm": None,
+        "ms_attention": None,
+        "ms_other": None,
+    }
+    if lane is not None and lane.account is not None:
+        spent = lane.account.ms
+        row["launches"] = lane.account.total
+        row["ms_gemm"], row["ms_attention"] = round(spent["gemm"], 3), round(spent["attention"], 3)
+        row["ms_other"] = round(sum(spent[kind] for kind in ("ours", "copies", "other")), 3)
+    if name in (evidence.MODELS.claims or ()) and not row["bits_equal"]:
+        row = evidence.without_speeds(row)
+    return row
+
+
+class Contest:
+    """The variants of one forward, entered one after the other."""
+
+    def __init__(self, denoiser: Denoiser, bench: Bench, ops: Sequence[Op], outcome: Outcome) -> None:
+        self.denoiser = denoiser
+        self.bench = bench
+        self.names = launches.kernels_in(path for op in ops for path in op.sources)
+        self.outcome = outcome
+        self.switch = Switch(denoiser.model)
+        self.lanes: dict[str, Lane] = {}
+        self._pool: Any = None
+
+    def enter(self, choice: Choice) -> None:
+        """Make every chosen variant ready, its bits compared with eager's. One that fails is a note, not the end."""
+        reference, again = observe(self.denoiser, 0), observe(self.denoiser, 0)
+        steady = same(again, reference)
+        if not steady:
+            self.outcome.notes.append("void: eager differs from itself, so no comparison with it means anything")
+        elif not denoisers.sees_one_bit(reference.output):
+            raise RuntimeError("the comparison did not see one bit that was changed on purpose")
+        del again
+        forward = self.denoiser.forward
+        output = reference.output
+
+        def matches(result: torch.Tensor) -> bool:
+            return steady and equal([result], [output])
+
+        self._try(EAGER, lambda: Lane(forward, EAGER, steady, lambda: matches(forward())))
+        if choice.graphs:
+            self._try("eager_graph", lambda: self._graph(EAGER, matches))
+            self._try("floor_graph", self._floor)
+        for name in choice.compiled:
+            self._try(name, partial(self._compile, name, {**COMPILED[name], **choice.options}, matches))
+            if choice.graphs and name == "compile" and name in self.lanes:
+                self._try("compile_graph", lambda: self._graph("compile", matches))
+        self._try(OURS, lambda: self._ours(reference, steady, matches))
+        if choice.graphs and OURS in self.lanes:
+            self._try("ours_graph", lambda: self._graph(OURS, matches))
+        self.switch.to(EAGER)
+
+    def _try(self, name: str, make: Callable[[], Lane]) -> None:
+        try:
+            self.lanes[name] = make()
+        except Exception as error:
+            self.outcome.notes.append(f"{name} failed: {said(error)}")
+
+    def _compile(self, name: str, options: Mapping[str, Any], matches: Callable[[torch.Tensor], bool]) -> Lane:
+        self.switch.compile(name, options)
+        self.denoiser.forward()
+        return Lane(self.denoiser.forward, name, matches(self.denoiser.forward()))
+
+    def _ours(self, reference: Observation, steady: bool, matches: Callable[[torch.Tensor], bool]) -> Lane:
+        self.switch.to(OURS)
+        handle = self.switch.handle
+        if handle is None:
+            raise RuntimeError("expected the model to be applied")
+        self.denoiser.forward()  # first sight: every signature runs both ways and is compared
+        first = Calls.of(handle)
+        seen = observe(self.denoiser, 0)
+        calls = Calls.of(handle).since(first)
+        why = "".join(f"; {reason} ({count})" for reason, count in calls.reasons.items())
+        self.outcome.notes.append(f"ours: {calls.fused} calls fused, {calls.eager} eager in one forward{why}")
+        good = steady and same(seen, reference)
+        if steady and not good:
+            blocks = denoisers.share(seen.blocks, reference.blocks)
+            self.outcome.notes.append(f"ours: bits DIFFER from eager's; {blocks} blocks are equal")
+        return Lane(self.denoiser.forward, OURS, good, lambda: matches(self.denoiser.forward()))
+
+    def _graph(self, state: str, matches: Callable[[torch.Tensor], bool]) -> Lane:
+        self.switch.to(state)
+        replay, output = self._capture(self.denoiser.forward)
+
+        def replayed() -> bool:
+            poison([output])
+            replay()
+            return matches(output)
+
+        return Lane(replay, None, replayed(), replayed if state == OURS else None)
+
+    def _floor(self) -> Lane:
+        self.switch.to(EAGER)
+        recorded = floor.record(self.denoiser.forward, self.denoiser.model)
+        gemms, attentions = recorded.count("gemm"), recorded.count("attention")
+        self.outcome.notes.append(f"floor: {gemms} GEMM calls and {attentions} attention calls, nothing else")
+        replay, _ = self._capture(recorded.run)
+        return Lane(replay, None, False)
+
+    def _capture(self, body: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        """Record ``body`` as a CUDA graph; what replays it, and the memory that a replay writes its result to.
+
+        The graphs of one contest share their memory: each replay fills what it needs again, and nothing of it but
+        the result is read afterwards.
+        """
+        stream: Any = torch.cuda.Stream
+        side = stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                body()
+        torch.cuda.current_stream().wait_stream(side)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = body()
+        return graph.replay, output
+
+    def profile(self) -> None:
+        """Count every variant's launches and their time by class. On a CPU there is nothing to count."""
+        if self.bench.device.type != "cuda":
+            return
+        for lane in self.lanes.values():
+            self._ready(lane)
+            events = launches.owned(launches.events_of(lane.body, PROFILED_RUNS))
+            lane.account = launches.account(events, self.names, PROFILED_RUNS)
+
+    def time(self, rounds: int) -> dict[str, float]:
+        """Median ms of every variant, in turns; then those that claim bits are compared once more."""
+        claims = evidence.MODELS.claims or ()
+        timed = {name: lane for name, lane in self.lanes.items() if lane.bits_equal or name not in claims}
+        taken = interleaved_ms(
+            {name: lane.body for name, lane in timed.items()},
+            self.bench.stopwatch,
+            rounds,
+            {name: partial(self._ready, lane) for name, lane in timed.items()},
+            repeats=REPEATS,
+        )
+        for name, lane in timed.items():
+            if lane.again is not None and lane.bits_equal:
+                self._ready(lane)
+                lane.bits_equal = lane.again()
+                if not lane.bits_equal:
+                    self.outcome.notes.append(f"{name}: bits differ from eager's first output after the timed runs")
+        return taken
+
+    def _ready(self, lane: Lane) -> None:
+        if lane.state is not None:
+            self.switch.to(lane.state)
+
+
+def same(one: Observation, other: Observation) -> bool:
+    """Whether two forwards gave the same output and the same block outputs, bit for bit."""
+    blocks = zip(one.blocks, other.blocks, strict=True)
+    return equal([one.output], [other.output]) and all(equal(a, b) for a, b in blocks)
+
+
+def _room_to_recompile(choice: Choice) -> AbstractContextManager[Any]:
+    """Several ways to compile share each block's code, and torch.compile bounds how often one code is compiled."""
+    if len(choice.compiled) < 2:
+        return nullcontext()
+    from torch._dynamo import config
+
+    patched: AbstractContextManager[Any] = config.patch(recompile_limit=8 * len(choice.compiled))
+    return patched
+
+
+def forget_compiled() -> None:
+    """Drop what torch.compile keeps, so that the next size is compiled for itself and not for sizes in general."""
+    torch.compiler.reset()
+    gc.collect()
