@@ -470,19 +470,21 @@ def test_other_caches(cache: str, order: str) -> None:
 
 @pytest.mark.parametrize("order", ["skip, apply", "apply, skip"])
 @pytest.mark.parametrize(
-    ("build", "blocks", "scores"),
+    ("build", "blocks", "part"),
     [
-        (BUILDS[0], "transformer_blocks", True),  # skipping all of an attention of two streams is not in diffusers
-        (BUILDS[1], "layers", True),
-        (BUILDS[1], "layers", False),
+        (BUILDS[0], "transformer_blocks", "attention_scores"),  # all of an attention of two streams is not in diffusers
+        (BUILDS[0], "transformer_blocks", "ff"),
+        (BUILDS[1], "layers", "attention_scores"),
+        (BUILDS[1], "layers", "attention"),
     ],
-    ids=["qwen scores", "z-image scores", "z-image attention"],
+    ids=["qwen scores", "qwen feed-forward", "z-image scores", "z-image attention"],
 )
-def test_layer_skip(build: tuple[Any, Any], blocks: str, scores: bool, order: str) -> None:
+def test_layer_skip(build: tuple[Any, Any], blocks: str, part: str, order: str) -> None:
     """Its hooks look up the processor's class, and for the scores intercept torch functions below the attention."""
 
     def skip(model: Any) -> None:
-        what = {"skip_attention": not scores, "skip_attention_scores": scores, "skip_ff": False}
+        parts = ("attention", "attention_scores", "ff")
+        what = {f"skip_{name}": name == part for name in parts}
         apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn=blocks, **what))
 
     plain, model, inputs = build[0](), build[0](), build[1]()
