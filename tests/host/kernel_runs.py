@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from binary32 import BITS
+from aten_emulator import aten_sum, mean_factor, reduce_plan
+from binary32 import BITS, decode, rounded
 
 from samebits import jit
 from samebits.bits import Difference, compare
@@ -118,6 +120,32 @@ def odd_rows(width: int, dtype: torch.dtype, seed: int = 7) -> torch.Tensor:
     rows[9] = largest
     rows[9, ::2] = -largest
     return rows.to(dtype)
+
+
+def telling_rows(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """``(rows, width)`` numbers whose mean square depends on the order of summation in many ulps, not in the last one.
+
+    A few squares are 2^24 times the others, so that one of the others is lost when it meets them alone, and a group
+    of them is not.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(2, 4, (rows, width), generator=generator) * 2.0**-6
+    x.scatter_(1, torch.randint(0, width, (rows, 3), generator=generator), 128.0)
+    return (x * (1 - 2 * torch.randint(0, 2, (rows, width), generator=generator))).to(dtype)
+
+
+def rows_with_means_near_ties(rows: int, width: int, dtype: torch.dtype, whole: int) -> torch.Tensor:
+    """``(rows, width)`` telling rows whose mean square among ``whole`` rows is next to the middle of two ``dtype``.
+
+    Only there does a mean that is rounded to half precision show in which order it was summed.
+    """
+    candidates = telling_rows(8192, width, dtype, seed=width)
+    squares = rounded(decode(candidates) ** 2, dtype)
+    means = aten_sum(squares, reduce_plan(whole, width, 16)) * mean_factor(whole, width)
+    cut_off = 16 if dtype == BF16 else 13
+    low = means.view(np.uint32) & np.uint32((1 << cut_off) - 1)
+    distance = np.abs(low.astype(np.int64) - (1 << (cut_off - 1)))
+    return candidates[torch.from_numpy(np.argsort(distance)[:rows])]
 
 
 def weights(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

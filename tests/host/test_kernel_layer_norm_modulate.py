@@ -104,3 +104,18 @@ def test_layer_norm_modulate_scales_and_eps(amplitude: float, eps: float) -> Non
     x, scale, shift, _ = modulated(1, 8, 1024, BF16, amplitude=amplitude)
     args = (x + amplitude, scale, shift, eps)
     assert difference(LAYER_NORM_MODULATE, args, aten_chains.layer_norm_modulate(*args)) is None
+
+
+@pytest.mark.parametrize("kind", ["far from zero", "threads differ", "warps differ"])
+@pytest.mark.parametrize("width", [132, 516, 3072, 3844])
+def test_layer_norm_modulate_where_every_rounding_shows(width: int, kind: str) -> None:
+    # In ordinary rows the last bit of a mean, and of what two threads' means differ by, is lost in the result. It is
+    # not where the mean is large, nor where all of the variance lies between threads or warps.
+    if kind == "far from zero":
+        x = randn((1, 40, width), FP32, 1) + 100
+    else:
+        lanes = {"threads differ": 1, "warps differ": 32}[kind]
+        own = randn((1, 40, 128 // lanes, 1), FP32, 2).expand(-1, -1, -1, 4 * lanes).flatten(2)
+        x = own.repeat(1, 1, -(-width // 512))[..., :width].contiguous() + 1
+    args = (x, torch.zeros(1, width), torch.zeros(1, width), EPS)
+    assert difference(LAYER_NORM_MODULATE, args, aten_chains.layer_norm_modulate(*args)) is None
