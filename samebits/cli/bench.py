@@ -17,7 +17,7 @@ _COMMIT = click.option("--commit", help="The commit this source was copied from,
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON instead of tables.")
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def bench() -> None:
     """Measure on an NVIDIA GPU: bits first, and a time only where they are equal.
 
