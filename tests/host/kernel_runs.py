@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from aten_emulator import aten_sum, mean_factor, reduce_plan
-from binary32 import BITS, decode, rounded
+from binary32 import BITS, decode, encode, rounded
 
 from samebits import jit
 from samebits.bits import Difference, compare
@@ -129,23 +129,40 @@ def telling_rows(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> to
     of them is not.
     """
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(2, 4, (rows, width), generator=generator) * 2.0**-6
-    x.scatter_(1, torch.randint(0, width, (rows, 3), generator=generator), 128.0)
+    x = (torch.rand((rows, width), generator=generator) + 1) / 32
+    large = 128 + torch.rand((rows, 3), generator=generator)
+    x.scatter_(1, torch.randint(0, width, (rows, 3), generator=generator), large)
     return (x * (1 - 2 * torch.randint(0, 2, (rows, width), generator=generator))).to(dtype)
 
 
-def rows_with_means_near_ties(rows: int, width: int, dtype: torch.dtype, whole: int) -> torch.Tensor:
-    """``(rows, width)`` telling rows whose mean square among ``whole`` rows is next to the middle of two ``dtype``.
+def rows_with_means_near_ties(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """``(rows, width)`` numbers in half precision; the mean of their squares is next to the middle of two others.
 
-    Only there does a mean that is rounded to half precision show in which order it was summed.
+    Only there does a mean that is rounded to half precision show in which order it was summed. Three elements of a
+    telling row are chosen to take it there, each from what the ones before have left; then the row is shuffled, and of
+    many such rows those are taken whose sums came nearest.
     """
-    candidates = telling_rows(8192, width, dtype, seed=width)
-    squares = rounded(decode(candidates) ** 2, dtype)
-    means = aten_sum(squares, reduce_plan(whole, width, 16)) * mean_factor(whole, width)
-    cut_off = 16 if dtype == BF16 else 13
-    low = means.view(np.uint32) & np.uint32((1 << cut_off) - 1)
-    distance = np.abs(low.astype(np.int64) - (1 << (cut_off - 1)))
-    return candidates[torch.from_numpy(np.argsort(distance)[:rows])]
+    candidates = 4096
+    chosen, step = 3, 2.0**-8 if dtype == BF16 else 2.0**-11
+    x = decode(telling_rows(candidates, width, dtype, seed))
+    squares = rounded(x[:, chosen:] ** 2, dtype).astype(np.float64)
+    goal = squares.sum(1) / width * 1.1
+    ulp = np.exp2(np.floor(np.log2(goal))) * 2 * step
+    goal = (np.ceil(goal / ulp) + 0.5) * ulp
+    # Past the middle by less than what the small squares add up to, all or some of which are lost on the way.
+    small = np.where(squares < 1, squares, 0).sum(1)
+    left = goal * width - squares.sum(1) + small * np.random.default_rng(seed).random(candidates)
+    for place in range(chosen):
+        root = np.sqrt(left)
+        nearest, below = (decode(torch.from_numpy(root * factor).to(dtype)) for factor in (1, 1 - step))
+        x[:, place] = np.where(rounded(nearest**2, dtype) <= left, nearest, below)
+        left = np.maximum(left - rounded(x[:, place] ** 2, dtype), 0)
+    order = np.random.default_rng(seed).random((candidates, width)).argsort(1)
+    x = np.take_along_axis(x, order, 1)
+    means = aten_sum(rounded(x**2, dtype), reduce_plan(rows, width, 16)) * mean_factor(rows, width)
+    cut_off = 1 << (16 if dtype == BF16 else 13)
+    distance = np.abs((means.view(np.uint32) & np.uint32(cut_off - 1)).astype(np.int64) - cut_off // 2)
+    return encode(x[distance.argsort()[:rows]], dtype)
 
 
 def weights(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
