@@ -6,18 +6,8 @@ import aten_chains
 import pytest
 import torch
 from binary32 import BITS
-from kernel_runs import (
-    BF16,
-    DTYPES,
-    EPS,
-    FP16,
-    FP32,
-    Arguments,
-    difference,
-    needs_compiler,
-    odd_rows,
-    randn,
-)
+from kernel_inputs import BF16, DTYPES, EPS, FP16, FP32, Arguments, odd_rows, randn, rows_that_show_moments
+from kernel_runs import difference, needs_compiler
 
 from samebits.ops import by_name
 
@@ -109,13 +99,6 @@ def test_layer_norm_modulate_scales_and_eps(amplitude: float, eps: float) -> Non
 @pytest.mark.parametrize("kind", ["far from zero", "threads differ", "warps differ"])
 @pytest.mark.parametrize("width", [132, 516, 3072, 3844])
 def test_layer_norm_modulate_where_every_rounding_shows(width: int, kind: str) -> None:
-    # In ordinary rows the last bit of a mean, and of what two threads' means differ by, is lost in the result. It is
-    # not where the mean is large, nor where all of the variance lies between threads or warps.
-    if kind == "far from zero":
-        x = randn((1, 40, width), FP32, 1) + 100
-    else:
-        lanes = {"threads differ": 1, "warps differ": 32}[kind]
-        own = randn((1, 40, 128 // lanes, 1), FP32, 2).expand(-1, -1, -1, 4 * lanes).flatten(2)
-        x = own.repeat(1, 1, -(-width // 512))[..., :width].contiguous() + 1
+    x = rows_that_show_moments(40, width, kind)[None]
     args = (x, torch.zeros(1, width), torch.zeros(1, width), EPS)
     assert difference(LAYER_NORM_MODULATE, args, aten_chains.layer_norm_modulate(*args)) is None

@@ -5,20 +5,19 @@ from __future__ import annotations
 import aten_chains
 import pytest
 import torch
-from kernel_runs import (
+from kernel_inputs import (
     BF16,
     DTYPES,
     EPS,
     FP16,
     FP32,
-    difference,
-    needs_compiler,
     odd_rows,
     randn,
     rows_with_means_near_ties,
     telling_rows,
     weights,
 )
+from kernel_runs import difference, needs_compiler
 
 from samebits.bits import compare
 from samebits.ops import by_name

@@ -6,20 +6,8 @@ import aten_chains
 import pytest
 import torch
 from aten_emulator import reduce_plan
-from kernel_runs import (
-    BF16,
-    DTYPES,
-    EPS,
-    FP16,
-    FP32,
-    Arguments,
-    difference,
-    needs_compiler,
-    odd_rows,
-    randn,
-    telling_rows,
-    weights,
-)
+from kernel_inputs import BF16, DTYPES, EPS, FP16, FP32, Arguments, odd_rows, randn, telling_rows, weights
+from kernel_runs import difference, needs_compiler
 
 from samebits.bits import compare
 from samebits.ops import by_name
