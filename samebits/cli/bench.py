@@ -13,7 +13,7 @@ from samebits.cli._bench_models import models
 from samebits.cli._bench_pipeline import pipeline
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def bench() -> None:
     """Measure on an NVIDIA GPU: bits first, and a time of ours only where they are equal.
 

@@ -55,6 +55,8 @@ class Compiler:
 
 def unavailable() -> str | None:
     """Why kernels cannot be compiled for the CPU here, as a sentence, or ``None``. Starts no compiler."""
+    if platform.system() != "Linux":
+        return f"the host toolchain needs Linux, and this is {platform.system()}"
     wanted = os.environ.get("CXX")
     if _which() is not None:
         return None

@@ -60,19 +60,23 @@ class Runtime:
         try:
             import cuda.core
             from cuda.bindings import driver
-        except Exception as error:  # a missing shared library raises its own class
-            raise CompileError(f"cuda-core cannot be imported: {error}. `pip install cuda-core` brings it.") from error
+
+            legacy, per_thread = cuda.core.LEGACY_DEFAULT_STREAM, cuda.core.PER_THREAD_DEFAULT_STREAM
+            self.launch: Callable[..., None] = cuda.core.launch
+        except Exception as error:  # a missing shared library raises its own class, an old version lacks a name
+            raise CompileError(
+                f"cuda-core cannot be used: {error}. `pip install 'cuda-core>=1.2'` brings what is needed."
+            ) from error
         self.core: Any = cuda.core
         self.driver: Any = driver
-        self.launch: Callable[..., None] = cuda.core.launch
         self.current_device: Callable[[], int] = torch._C._cuda_getDevice
         self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._streams: dict[int, Any] = {
             # torch's handle 0 always means the legacy default stream; to the driver it means whichever of the two
             # the calling library was built or told to use.
-            0: cuda.core.LEGACY_DEFAULT_STREAM,
-            1: cuda.core.LEGACY_DEFAULT_STREAM,
-            2: cuda.core.PER_THREAD_DEFAULT_STREAM,
+            0: legacy,
+            1: legacy,
+            2: per_thread,
         }
         self.find_stream = self._streams.get
 

@@ -170,14 +170,18 @@ def _load_component(cls: Any, folder: Path, dtype: torch.dtype) -> Any:
 
 def _explained(folder: Path, loading: Any) -> Any:
     """Call ``loading``; turn what it raises into one sentence that names the folder."""
+    import torch
+
+    default = torch.get_default_dtype()
     try:
         return loading()
     except MemoryError:
         raise
     except Exception as error:
-        import torch
-
         if isinstance(error, torch.OutOfMemoryError):
             raise
         first = str(error).strip().split("\n")[0]
         raise CheckpointError(path=str(folder), problem=f"cannot be loaded: {first[:400]}") from error
+    finally:
+        # diffusers sets it while it makes a model, and leaves it so where that fails.
+        torch.set_default_dtype(default)

@@ -30,10 +30,10 @@ __device__ __forceinline__ float accumulate(float total, float x) {
   return REFERENCE == TORCH ? __fmaf_rn(x, x, total) : __fadd_rn(total, square(x));
 }
 
-// From the row's sum of squares to r.
-__device__ __forceinline__ float reciprocal_root(float total, float mean_factor, float eps) {
+// From a row's sum of squares to r; the mean's factor depends on how many rows eager reduces at once.
+__device__ __forceinline__ float reciprocal_root(float total, int rows, float eps) {
   if (REFERENCE == TORCH) return reciprocal_deviation(__fdiv_rn(total, (float)HEAD_DIM), eps);
-  const float mean = __fmul_rn(total, mean_factor);
+  const float mean = __fmul_rn(total, mean_factor(rows, HEAD_DIM));
   if (REFERENCE == DIFFUSERS) return reciprocal_deviation(mean, eps);
   const float shifted = widen(round_to<Element>(__fadd_rn(widen(round_to<Element>(mean)), eps)));
   return widen(round_to<Element>(rsqrtf(shifted)));
@@ -79,8 +79,8 @@ struct Eight {
   Pair<Weight> pair[4];
 };
 
-__device__ __forceinline__ Eight normalize(const Vector<Element, 8>& v, const Vector<Weight, 4> (&weight)[2], float mean_factor, float eps) {
-  const float r = reciprocal_root(sum_of_squares(v), mean_factor, eps);
+__device__ __forceinline__ Eight normalize(const Vector<Element, 8>& v, const Vector<Weight, 4> (&weight)[2], int rows, float eps) {
+  const float r = reciprocal_root(sum_of_squares(v), rows, eps);
   Eight y;
 #pragma unroll
   for (int j = 0; j < 4; j++) y.pair[j] = weigh(widen(v.pair[j]), r, weight[j / 2].pair[j % 2]);
@@ -132,7 +132,7 @@ template <int COLUMNS> __device__ __forceinline__ float sum_of_squares(const Ele
 }
 
 // r of a row; every lane gets it. With fewer than 32 columns only the first lanes hold the sum.
-template <int COLUMNS> __device__ __forceinline__ float row_reciprocal_root(const Element* x, int lane, float mean_factor, float eps) {
-  return reciprocal_root(__shfl_sync(ALL_LANES, sum_of_squares<COLUMNS>(x, lane), 0), mean_factor, eps);
+template <int COLUMNS> __device__ __forceinline__ float row_reciprocal_root(const Element* x, int lane, int rows, float eps) {
+  return reciprocal_root(__shfl_sync(ALL_LANES, sum_of_squares<COLUMNS>(x, lane), 0), rows, eps);
 }
 #endif

@@ -176,6 +176,10 @@ __device__ __forceinline__ float reciprocal_deviation(float variance, float eps)
 // Sums as ATen's reduce_kernel folds them.
 // ---------------------------------------------------------------------------------------------------------------------
 
+// The factor with which ATen turns a sum into a mean: outputs over inputs, both converted to fp32 before the division, so
+// from 2^24 elements on not always the number nearest to 1 / width.
+__device__ __forceinline__ float mean_factor(long long rows, int width) { return __fdiv_rn((float)rows, (float)(rows * width)); }
+
 // Fold over `width` neighbouring lanes by halves: offsets width/2, ..., 2, 1. ATen shuffles down and keeps lane 0;
 // since a + b = b + a in every bit, the butterfly leaves lane 0's sum in every lane.
 __device__ __forceinline__ float fold_lanes(float a, int width) {

@@ -9,7 +9,6 @@ blocks may share one row, which no kernel here stands for.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 _MAX_THREADS = 512
@@ -76,17 +75,3 @@ def reduce_plan(rows: int, width: int, element_size: int) -> ReducePlan | None:
     if -(-width // (columns * height)) >= 256:
         return None
     return ReducePlan(columns, height, vector)
-
-
-def mean_factor(rows: int, width: int) -> float:
-    """Return the fp32 factor with which ATen turns a row's sum into its mean.
-
-    ``ReduceMomentKernel.cu`` divides the number of outputs by the number of inputs, both converted to fp32, so from
-    2**24 elements on it is not always the fp32 number nearest to ``1 / width``.
-    """
-
-    def fp32(x: float) -> float:
-        return ctypes.c_float(x).value
-
-    # A quotient of two fp32 numbers rounded to fp64 and then to fp32 equals the one rounded once (53 >= 2 * 24 + 2).
-    return fp32(fp32(rows) / fp32(rows * width))

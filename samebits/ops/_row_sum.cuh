@@ -2,7 +2,7 @@
 //
 // A block of COLUMNS x GROUPS threads sums a row. Thread (column, group) takes the 4-vectors column + COLUMNS * group, then
 // every COLUMNS * GROUPS further; it keeps one accumulator for each place in the vector and adds them in order; columns fold by
-// halves (across warps, then across lanes), then the groups do; mean = sum * factor, factor = float(rows) / float(elements).
+// halves (across warps, then across lanes), then the groups do; mean = sum * factor.
 // COLUMNS and GROUPS depend on the number of rows.
 //
 // Needs: `Element`, the element type; WIDTH, the row's length; COLUMNS, GROUPS; WIDE.
@@ -94,9 +94,9 @@ __device__ __forceinline__ float sum_of_squares(const Element* row) {
   }
 }
 
-// `rsqrt(x.pow(2).mean() + eps)` of a row in shared memory.
-__device__ __forceinline__ float reciprocal_root_mean_square(const Element* row, float mean_factor, float eps) {
-  return reciprocal_deviation(__fmul_rn(sum_of_squares(row), mean_factor), eps);
+// `rsqrt(x.pow(2).mean() + eps)` of a row in shared memory; a block has one row, so the grid has as many as eager reduces.
+__device__ __forceinline__ float reciprocal_root_mean_square(const Element* row, float eps) {
+  return reciprocal_deviation(__fmul_rn(sum_of_squares(row), mean_factor(gridDim.x, WIDTH)), eps);
 }
 
 // round(round(x * r) * weight), for two neighbouring elements: diffusers' RMSNorm with a weight of x's type.

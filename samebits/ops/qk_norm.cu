@@ -17,7 +17,6 @@ struct Rows {
   Weight* y;             // (rows, HEAD_DIM)
   int rows, tokens;
   long long sample_stride, token_stride, head_stride;
-  float mean_factor;
 
   __device__ __forceinline__ const Element* row(int index, int heads) const {
     const int token = index / heads, head = index - token * heads;
@@ -33,10 +32,10 @@ heads_of_128(const Element* __restrict__ q, const Element* __restrict__ k, const
              const Weight* __restrict__ k_weight, Weight* __restrict__ q_out, Weight* __restrict__ k_out, int q_rows,
              int k_rows, int q_tokens, int k_tokens, long long q_sample_stride, long long q_token_stride,
              long long q_head_stride, long long k_sample_stride, long long k_token_stride, long long k_head_stride,
-             float q_mean_factor, float k_mean_factor, float eps) {
+             float eps) {
   const bool is_key = blockIdx.y;
-  const Rows t = is_key ? Rows{k, k_weight, k_out, k_rows, k_tokens, k_sample_stride, k_token_stride, k_head_stride, k_mean_factor}
-                        : Rows{q, q_weight, q_out, q_rows, q_tokens, q_sample_stride, q_token_stride, q_head_stride, q_mean_factor};
+  const Rows t = is_key ? Rows{k, k_weight, k_out, k_rows, k_tokens, k_sample_stride, k_token_stride, k_head_stride}
+                        : Rows{q, q_weight, q_out, q_rows, q_tokens, q_sample_stride, q_token_stride, q_head_stride};
   const int lane = threadIdx.x % 16, half = threadIdx.x / 16;
   const int first = (blockIdx.x * WARPS + threadIdx.y) * ROWS_PER_WARP + half;
   Vector<Element, 8> v[ROWS_AHEAD] = {};
@@ -49,7 +48,7 @@ heads_of_128(const Element* __restrict__ q, const Element* __restrict__ k, const
 #pragma unroll
   for (int i = 0; i < ROWS_AHEAD; i++) {
     const int row = first + 2 * i;
-    const Eight y = normalize(v[i], w, t.mean_factor, eps);
+    const Eight y = normalize(v[i], w, t.rows, eps);
     if (row < t.rows) store_eight(t.y + (long long)row * HEAD_DIM + lane * 8, y);
   }
 }
@@ -61,15 +60,15 @@ any_head_dim(const Element* __restrict__ q, const Element* __restrict__ k, const
              const Weight* __restrict__ k_weight, Weight* __restrict__ q_out, Weight* __restrict__ k_out, int q_rows,
              int k_rows, int q_tokens, int k_tokens, long long q_sample_stride, long long q_token_stride,
              long long q_head_stride, long long k_sample_stride, long long k_token_stride, long long k_head_stride,
-             float q_mean_factor, float k_mean_factor, float eps) {
+             float eps) {
   const bool is_key = blockIdx.y;
-  const Rows t = is_key ? Rows{k, k_weight, k_out, k_rows, k_tokens, k_sample_stride, k_token_stride, k_head_stride, k_mean_factor}
-                        : Rows{q, q_weight, q_out, q_rows, q_tokens, q_sample_stride, q_token_stride, q_head_stride, q_mean_factor};
+  const Rows t = is_key ? Rows{k, k_weight, k_out, k_rows, k_tokens, k_sample_stride, k_token_stride, k_head_stride}
+                        : Rows{q, q_weight, q_out, q_rows, q_tokens, q_sample_stride, q_token_stride, q_head_stride};
   const int lane = threadIdx.x, row = blockIdx.x * WARPS + threadIdx.y;
   if (row >= t.rows) return;
   const Element* x = is_key ? t.row(row, K_HEADS) : t.row(row, Q_HEADS);  // (HEAD_DIM,)
-  const float r = is_key ? row_reciprocal_root<K_COLUMNS>(x, lane, t.mean_factor, eps)
-                         : row_reciprocal_root<Q_COLUMNS>(x, lane, t.mean_factor, eps);
+  const float r = is_key ? row_reciprocal_root<K_COLUMNS>(x, lane, t.rows, eps)
+                         : row_reciprocal_root<Q_COLUMNS>(x, lane, t.rows, eps);
   Weight* out = t.y + (long long)row * HEAD_DIM;  // (HEAD_DIM,)
 #pragma unroll
   for (int i = 0; i < HEAD_DIM; i += 64) {

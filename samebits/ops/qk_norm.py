@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from samebits import jit
 from samebits.ops._layout import CTYPES, HERE, MAX_ROWS, RowLayout, aligned, gives_contiguous_output, no_overlap, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
-from samebits.ops._reduce_plan import ReducePlan, mean_factor, reduce_plan
+from samebits.ops._reduce_plan import ReducePlan, reduce_plan
 
 SOURCE = HERE / "qk_norm.cu"
 KINDS = {"diffusers": 0, "native": 1, "torch": 2}
@@ -158,8 +158,6 @@ def prepare(
         k_sample_stride=k.stride(0),
         k_token_stride=k.stride(1),
         k_head_stride=k.stride(2),
-        q_mean_factor=mean_factor(rows[0], head_dim),
-        k_mean_factor=mean_factor(rows[1], head_dim),
         eps=float(eps),
     )
     q_shape, k_shape, dtype, device = q.shape, k.shape, q_weight.dtype, q.device

@@ -17,12 +17,12 @@ using Element = ELEMENT;
 extern "C" __global__ void __launch_bounds__(THREADS)
 rms_norm_scale(const Element* __restrict__ x, const Element* __restrict__ weight, const Element* __restrict__ scale,
                Element* __restrict__ y, int tokens, long long x_sample_stride, long long x_token_stride,
-               long long scale_sample_stride, long long scale_token_stride, float mean_factor, float eps) {
+               long long scale_sample_stride, long long scale_token_stride, float eps) {
   extern __shared__ uint4 shared[];
   Element* row = reinterpret_cast<Element*>(shared);  // (WIDTH,)
   const int sample = blockIdx.x / tokens, token = blockIdx.x - sample * tokens;
   fetch_row(row, x + sample * x_sample_stride + token * x_token_stride);
-  const float r = reciprocal_root_mean_square(row, mean_factor, eps);
+  const float r = reciprocal_root_mean_square(row, eps);
 
   const Element* scale_row = scale + sample * scale_sample_stride + token * scale_token_stride;  // (WIDTH,)
   Element* out = y + (long long)blockIdx.x * WIDTH;                                              // (WIDTH,)

@@ -15,7 +15,7 @@ import torch
 from samebits import jit
 from samebits.ops._layout import CTYPES, HERE, MAX_ROWS, aligned, gives_contiguous_output, no_overlap, randn, row_layout
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
-from samebits.ops._reduce_plan import mean_factor, reduce_plan
+from samebits.ops._reduce_plan import reduce_plan
 from samebits.ops.qk_norm import rms_norm
 
 SOURCE = HERE / "rms_norm_scale.cu"
@@ -117,7 +117,6 @@ def prepare(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, e
         x_token_stride=token_stride,
         scale_sample_stride=scale_strides[0],
         scale_token_stride=scale_strides[1],
-        mean_factor=mean_factor(rows, width),
         eps=float(eps),
     )
     shape, dtype, device, device_index, empty = x.shape, x.dtype, x.device, x.device.index or 0, torch.empty

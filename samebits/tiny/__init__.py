@@ -34,7 +34,7 @@ def build(name: str, dtype: torch.dtype | None = None) -> DiffusionPipeline:
 
     Notes
     -----
-    The random state of the caller is left alone.
+    The random state and the default dtype of the caller are left alone, and the latter decides nothing.
 
     Raises
     ------
@@ -46,9 +46,14 @@ def build(name: str, dtype: torch.dtype | None = None) -> DiffusionPipeline:
     import torch
 
     module = import_module(_HOME[name])
+    default = torch.get_default_dtype()
     # The modules' own initialisers draw from the global generator before their values are overwritten.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        pipeline: DiffusionPipeline = module.build()
+        torch.set_default_dtype(torch.float32)
+        try:
+            pipeline: DiffusionPipeline = module.build()
+        finally:
+            torch.set_default_dtype(default)
         if dtype is not None:
             for component in (pipeline.text_encoder, pipeline.transformer, pipeline.vae):
                 for parameter in component.parameters():

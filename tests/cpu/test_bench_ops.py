@@ -322,10 +322,9 @@ def test_targets_of_qk_norm() -> None:
 
 
 def test_targets_of_host_time() -> None:
-    row = {"op": "qk_norm", "us_host_launch": 7.9, "us_host_gate": 5.1}
-    assert [target.reached for target in targets.host_targets([row])] == [True, False]
-    row = {"op": "qk_norm", "us_host_launch": None, "us_host_gate": None}
-    assert [target.got for target in targets.host_targets([row])] == ["not measured"] * 2
+    for us, reached in ((7.9, True), (8.1, False), (None, False)):
+        (target,) = targets.host_targets([{"op": "qk_norm", "us_host_launch": us}])
+        assert (target.name, target.reached) == ("qk_norm, host time of a launch", reached)
 
 
 def test_tables_are_plain_text_and_tell_what_is_wrong() -> None:

@@ -101,13 +101,14 @@ def test_device_time_is_a_median() -> None:
     assert taken["fused"] == pytest.approx(10.0)
 
 
-def test_host_time_is_the_median_per_call_without_the_warm_up_and_the_synchronisation() -> None:
+def test_host_time_is_the_fastest_loop_without_the_warm_up_and_the_synchronisation() -> None:
     now = [0.0]
     calls = [0]
 
     def call() -> None:
         calls[0] += 1
-        now[0] += 1.0 if calls[0] <= 10 else 6e-6  # the first loop compiles
+        # The first loop compiles; the second meets other work on the host.
+        now[0] += 1.0 if calls[0] <= 10 else 9e-6 if calls[0] <= 20 else 6e-6
 
     def synchronize() -> None:
         now[0] += 5.0

@@ -408,7 +408,11 @@ def test_every_reason_is_a_sentence(cuda: Any, monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "runtime", lambda: driver.Runtime())
         patch.setitem(sys.modules, "cuda.core", None)
-        assert "cuda-core cannot be imported" in reason()
+        assert "cuda-core cannot be used: " in reason()
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "runtime", lambda: driver.Runtime())
+        patch.delattr("cuda.core.launch")
+        assert "no attribute 'launch'" in reason()
     with monkeypatch.context() as patch:
         patch.setattr("cuda.bindings.nvrtc.nvrtcVersion", lambda: (_ for _ in ()).throw(RuntimeError("no libnvrtc")))
         nvrtc.bindings.cache_clear()

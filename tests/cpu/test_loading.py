@@ -102,6 +102,7 @@ def test_a_folder_that_breaks_after_it_was_found_is_one_line(folder: Path) -> No
     with pytest.raises(CheckpointError) as caught:
         load(source, torch.bfloat16, CPU)
     assert "\n" not in str(caught.value)
+    assert torch.get_default_dtype() is torch.float32, "a failed load changed what torch.zeros() means"
 
 
 @pytest.mark.parametrize(

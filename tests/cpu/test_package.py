@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -58,9 +59,14 @@ def test_a_wheel_brings_licence_and_command(wheel: set[str]) -> None:
     assert any(name.endswith("/entry_points.txt") for name in wheel)
 
 
+def table_of_ranges() -> str:
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    return page.split("\n| package | range |")[1].split("\n## ")[0]
+
+
 def test_every_dependency_has_its_reason() -> None:
     """docs/dependencies.md has a row for each, with the range that pyproject.toml has."""
-    page = (ROOT / "docs" / "dependencies.md").read_text()
+    page = table_of_ranges()
     for line in PROJECT["dependencies"]:
         name, lower = re.fullmatch(r"([\w-]+)>=([\d.]+),<[\d.]+(?:;.*)?", line).groups()  # type: ignore[union-attr]
         (row,) = re.findall(rf"^\| {name} \| (.*)$", page, re.MULTILINE)
@@ -68,9 +74,7 @@ def test_every_dependency_has_its_reason() -> None:
 
 
 def test_the_page_names_no_dependency_that_is_none() -> None:
-    page = (ROOT / "docs" / "dependencies.md").read_text()
-    table = page.split("\n## ")[0]
-    named = set(re.findall(r"^\| ([a-z][\w-]+) \|", table, re.MULTILINE)) - {"package"}
+    named = set(re.findall(r"^\| ([a-z][\w-]+) \|", table_of_ranges(), re.MULTILINE))
     assert named == {re.split(r"[>;<=]", line)[0] for line in PROJECT["dependencies"]}
 
 
@@ -78,3 +82,19 @@ def test_the_version_is_the_package_s_own() -> None:
     import samebits
 
     assert samebits.__version__ == PROJECT["version"]
+
+
+def test_the_pinned_releases_are_inside_the_ranges() -> None:
+    """Compared as pip compares them; a pin outside would make the first set-up of a newcomer fail."""
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "scripts" / "constraints-cpu.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    extras = PROJECT["optional-dependencies"]
+    ranges = [Requirement(line) for line in [*PROJECT["dependencies"], *extras["test"], *extras["cu13"]]]
+    assert len(pins) > 10
+    for requirement in ranges:
+        if requirement.name in pins:
+            assert requirement.specifier.contains(pins[requirement.name]), requirement
+    assert {requirement.name for requirement in ranges} - set(pins) == set(), "a dependency is not pinned"

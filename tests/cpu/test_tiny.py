@@ -82,6 +82,16 @@ def test_every_build_has_the_same_bits_and_leaves_the_random_state_alone() -> No
         assert weights_hash(first) != weights_hash(second)
 
 
+def test_the_default_dtype_decides_nothing_and_is_left_alone() -> None:
+    expected = weights_hash(tiny.build("tiny-qwen-image"))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert weights_hash(tiny.build("tiny-qwen-image")) == expected
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_weights_do_not_depend_on_the_machine() -> None:
     # Integers of the Mersenne Twister times a constant: these bits were written down once and hold everywhere.
     assert spread("samebits", torch.Size([3])).view(torch.int32).tolist() == KNOWN_BITS

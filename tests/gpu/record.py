@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "host")]
 import aten_chains  # noqa: E402
 from aten_emulator import aten_mean_fp32  # noqa: E402
 from binary32 import F32, rsqrt  # noqa: E402
+from kernel_inputs import randn, rows_that_show_moments, rows_with_means_near_ties, telling_rows  # noqa: E402
 from recording import FILE, RecordedCase, RsqrtTable, same_bits, save  # noqa: E402
 
 Repeats = dict[int, list[int]]
@@ -38,11 +39,6 @@ def short(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 
-def randn(shape: tuple[int, ...], dtype: torch.dtype, seed: int, amplitude: float = 1.0) -> torch.Tensor:
-    """Normal numbers, made on the CPU."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * amplitude).to(dtype)
-
-
 def randn_rows(
     lead: tuple[int, ...], rows: int, width: int, dtype: torch.dtype, seed: int, amplitude: float
 ) -> tuple[torch.Tensor, Repeats]:
@@ -53,18 +49,14 @@ def randn_rows(
     return randn((*lead, 1, width), dtype, seed, amplitude).repeat(*repeats), {0: repeats}
 
 
-def telling_row(width: int, rows: int) -> torch.Tensor:
-    """``(1, 1, width)`` fp32 numbers whose norm among ``rows`` rows has other bits than by any other tree.
-
-    Most rows have the same sum by several trees, most bf16 results hide a sum that is one ulp off, and so does the
-    root of most numbers; least that of numbers a little above one.
-    """
+def row_of_tree(width: int, rows: int) -> torch.Tensor:
+    """``(1, 1, width)`` fp32 numbers whose norm among ``rows`` rows has other bits by every other tree."""
     for seed in range(1000):
-        row = randn((1, 1, width), torch.float32, seed, 1.04)
-        squares = row[0].square().numpy()
+        row = telling_rows(1, width, torch.float32, seed)
+        squares = row.square().numpy()
         roots = [float(rsqrt(aten_mean_fp32(squares, other) + np.float32(EPS))[0]) for other in TREE_ROWS]
         if roots.count(roots[TREE_ROWS.index(rows)]) == 1:
-            return row
+            return row[None]
     raise RuntimeError(f"no row of width {width} tells the tree of {rows} rows from the others")
 
 
@@ -86,7 +78,7 @@ def special_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
 
 def layer_norm_modulate_cases() -> Iterator[tuple[str, tuple[Any, ...], Repeats]]:
     """Plain and indexed, tails of every kind, both ways in which a kernel may go over a row."""
-    sizes = [(64, 1), (64, 5), (132, 1), (132, 9), (1024, 2)]
+    sizes = [(64, 5), (132, 1), (132, 9), (1024, 2)]
     for seed, (width, rows) in enumerate(sizes):
         for dtype in DTYPES if width < 1024 else HALVES:
             modulation = randn((2, 1, width), dtype, seed + 100)
@@ -99,6 +91,9 @@ def layer_norm_modulate_cases() -> Iterator[tuple[str, tuple[Any, ...], Repeats]
         index = torch.tensor([[0, 1, 2], [1, 0, 0]], dtype=torch.int32)
         x, modulation = randn((2, 3, 136), dtype, 201), randn((2, 4, 136), dtype, 202)
         yield f"indexed 2x3x136 {short(dtype)}", (x, modulation[0], modulation[1], EPS, index), {}
+    for kind in ("far from zero", "threads differ", "warps differ"):
+        x, modulation = rows_that_show_moments(3, 516, kind)[None], torch.zeros(1, 516)
+        yield f"{kind} 3x516 fp32", (x, modulation, modulation, EPS), {}
     modulation = randn((2, 1, 3072), torch.bfloat16, 203)
     yield "2x3072 bf16", (randn((1, 2, 3072), torch.bfloat16, 204, 3.0), modulation[0], modulation[1], EPS), {}
 
@@ -128,6 +123,12 @@ def qk_norm_cases() -> Iterator[tuple[str, tuple[Any, ...], Repeats]]:
             name = f"{kind} {rows}+{k_rows}x{width} {short(dtype)} weight {short(weight_dtype)}"
             repeats = {0: [1, rows, 1, 1]} if repeats else {}
             yield name, (q.unsqueeze(2), k, weights[0], weights[1], EPS, kind), repeats
+        # Each of these shows in which order it was summed.
+        near = kind == "native"
+        q = rows_with_means_near_ties(9, 128, dtype) if near else telling_rows(9, 128, dtype)
+        weights = randn((2, 128), weight_dtype, 97, 0.3) + 1
+        name = f"{kind} telling 9+1x128 {short(dtype)} weight {short(weight_dtype)}"
+        yield name, (q[None, :, None], q[None, :1, None].clone(), weights[0], weights[1], EPS, kind), {}
         q = special_rows(64, dtype)[None, :, None]
         weights = randn((2, 64), weight_dtype, 98, 0.3) + 1
         name = f"{kind} special {short(dtype)} weight {short(weight_dtype)}"
@@ -146,12 +147,11 @@ def rms_norm_scale_cases() -> Iterator[tuple[str, tuple[Any, ...], Repeats]]:
         yield f"2x3x136 {short(dtype)}", (x, weight, randn((2, 1, 136), dtype, 304), EPS), {}
         x, weight = special_rows(128, dtype)[None], randn((128,), dtype, 305, 0.3) + 1
         yield f"special {short(dtype)}", (x, weight, randn((1, 1, 128), dtype, 306), EPS), {}
-    for rows, width in ((5, 3840), (17, 8192)):
-        x, weight = randn((1, 1, width), torch.bfloat16, width), randn((width,), torch.bfloat16, 307, 0.3) + 1
-        yield f"{rows}x{width} bf16", (x.repeat(1, rows, 1), weight, None, EPS), {0: [1, rows, 1]}
+    x, weight = randn((1, 1, 3840), torch.bfloat16, 309).repeat(1, 5, 1), randn((3840,), torch.bfloat16, 307, 0.3) + 1
+    yield "5x3840 bf16", (x, weight, None, EPS), {0: [1, 5, 1]}
     weight = randn((2048,), torch.float32, 308, 0.3) + 1
     for rows in TREE_ROWS:
-        x = telling_row(2048, rows).repeat(1, rows, 1)
+        x = row_of_tree(2048, rows).repeat(1, rows, 1)
         yield f"tree of {rows} rows", (x, weight, None, EPS), {0: [1, rows, 1]}
 
 

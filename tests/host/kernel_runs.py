@@ -1,4 +1,4 @@
-"""Runs an op's kernel, compiled for the CPU, in memory that shows a stray write or a skipped one; makes inputs for it.
+"""Runs an op's kernel, compiled for the CPU, in memory that shows a stray write or a skipped one.
 
 Both sides of a comparison take the same ``rsqrt``: the correctly rounded one, or what a GPU was recorded to give.
 """
@@ -14,11 +14,6 @@ from binary32 import BITS
 from samebits import jit
 from samebits.bits import Difference, compare
 from samebits.ops import Op
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = (BF16, FP16, FP32)
-EPS = 1e-6
-Arguments = tuple[Any, ...]
 
 MISSING = jit.unavailable(torch.device("cpu"), host=True)
 needs_compiler = [pytest.mark.host, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
@@ -96,30 +91,3 @@ def difference(op: Op, args: tuple[Any, ...], expected: torch.Tensor | tuple[tor
     """Where the kernel's outputs are not the expected bits, or ``None``."""
     wanted = (expected,) if isinstance(expected, torch.Tensor) else expected
     return compare(run(op, *args), wanted)
-
-
-def randn(shape: tuple[int, ...], dtype: torch.dtype, seed: int, amplitude: float = 1.0) -> torch.Tensor:
-    """Normal numbers."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * amplitude).to(dtype)
-
-
-def odd_rows(width: int, dtype: torch.dtype, seed: int = 7) -> torch.Tensor:
-    """``(11, width)``: rows in which something is special, between ordinary ones."""
-    rows = randn((11, width), FP32, seed)
-    tiny, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
-    rows[1] = 0
-    rows[2] = -0.0
-    rows[3] = 0.7  # no variance
-    rows[4, width // 3] = 30000  # one huge outlier
-    rows[5, 5] = torch.nan
-    rows[6, width - 1] = torch.inf
-    rows[7, 0], rows[7, 1] = torch.inf, -torch.inf
-    rows[8] = rows[8].double().mul(tiny / 4).float()  # subnormals
-    rows[9] = largest
-    rows[9, ::2] = -largest
-    return rows.to(dtype)
-
-
-def weights(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two norm weights around one."""
-    return (1 + randn((width,), FP32, 11, 0.3)).to(dtype), (1 + randn((width,), FP32, 12, 0.3)).to(dtype)

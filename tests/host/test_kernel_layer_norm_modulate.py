@@ -6,18 +6,8 @@ import aten_chains
 import pytest
 import torch
 from binary32 import BITS
-from kernel_runs import (
-    BF16,
-    DTYPES,
-    EPS,
-    FP16,
-    FP32,
-    Arguments,
-    difference,
-    needs_compiler,
-    odd_rows,
-    randn,
-)
+from kernel_inputs import BF16, DTYPES, EPS, FP16, FP32, Arguments, odd_rows, randn, rows_that_show_moments
+from kernel_runs import difference, needs_compiler
 
 from samebits.ops import by_name
 
@@ -103,4 +93,12 @@ def test_layer_norm_modulate_of_odd_rows(width: int, dtype: torch.dtype) -> None
 def test_layer_norm_modulate_scales_and_eps(amplitude: float, eps: float) -> None:
     x, scale, shift, _ = modulated(1, 8, 1024, BF16, amplitude=amplitude)
     args = (x + amplitude, scale, shift, eps)
+    assert difference(LAYER_NORM_MODULATE, args, aten_chains.layer_norm_modulate(*args)) is None
+
+
+@pytest.mark.parametrize("kind", ["far from zero", "threads differ", "warps differ"])
+@pytest.mark.parametrize("width", [132, 516, 3072, 3844])
+def test_layer_norm_modulate_where_every_rounding_shows(width: int, kind: str) -> None:
+    x = rows_that_show_moments(40, width, kind)[None]
+    args = (x, torch.zeros(1, width), torch.zeros(1, width), EPS)
     assert difference(LAYER_NORM_MODULATE, args, aten_chains.layer_norm_modulate(*args)) is None

@@ -5,19 +5,21 @@ from __future__ import annotations
 import aten_chains
 import pytest
 import torch
-from kernel_runs import (
+from kernel_inputs import (
     BF16,
     DTYPES,
     EPS,
     FP16,
     FP32,
-    difference,
-    needs_compiler,
     odd_rows,
     randn,
+    rows_with_means_near_ties,
+    telling_rows,
     weights,
 )
+from kernel_runs import difference, needs_compiler
 
+from samebits.bits import compare
 from samebits.ops import by_name
 
 pytestmark = needs_compiler
@@ -71,12 +73,40 @@ def test_qk_norm_of_odd_rows(kind: str, dtype: torch.dtype, weight_dtype: torch.
     assert difference(QK_NORM, args, expected) is None
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 15, 16, 17, 65])
-@pytest.mark.parametrize(("kind", "width"), [("diffusers", 96), ("diffusers", 256), ("native", 96), ("native", 256)])
-def test_qk_norm_takes_the_tree_of_its_rows(rows: int, kind: str, width: int) -> None:
-    q, k = randn((1, rows, 1, width), BF16, rows, 2.0), randn((rows, 1, 1, width), BF16, rows + 1)
-    args = (q, k, *weights(width, BF16), EPS, kind)
+@pytest.mark.parametrize(("kind", "dtype", "weight_dtype", "width"), ALL, ids=_name)
+def test_qk_norm_where_the_order_shows(kind: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> None:
+    # The mean of the native kind is rounded to half precision, which hides nearly everything.
+    near = kind == "native"
+    q = rows_with_means_near_ties(300, width, dtype) if near else telling_rows(300, width, dtype)
+    q, k = q.unflatten(0, (1, -1, HEADS)), telling_rows(300, width, dtype, 1)[None, :, None]
+    args = (q, k, *weights(width, weight_dtype), EPS, kind)
     assert difference(QK_NORM, args, aten_chains.qk_norm(*args)) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 15, 16, 17, 65])
+@pytest.mark.parametrize("width", [96, 256])
+def test_qk_norm_takes_the_tree_of_its_rows(rows: int, width: int) -> None:
+    other, found = 1 if rows > 15 else 16, False
+    for seed in range(-(-20 // rows)):  # the other tree shows in some of twenty rows
+        q, k = (telling_rows(rows, width, BF16, 2 * seed + part) for part in (0, 1))
+        args = (q[None, :, None], k[:, None, None], *weights(width, FP32), EPS, "diffusers")
+        expected = aten_chains.qk_norm(*args)
+        assert difference(QK_NORM, args, expected) is None
+        found = found or compare(expected, aten_chains.qk_norm(*args, rows=other)) is not None
+    assert found
+
+
+@pytest.mark.parametrize("rows", [8, 15, 16, 65])
+@pytest.mark.parametrize("width", [96, 256])
+def test_native_qk_norm_takes_the_tree_of_its_rows(rows: int, width: int) -> None:
+    other, found = 1 if rows > 15 else 16, False
+    for seed in range(-(-50 // rows)):
+        q, k = (rows_with_means_near_ties(rows, width, BF16, 2 * seed + part) for part in (0, 1))
+        args = (q[None, :, None], k[:, None, None], *weights(width, BF16), EPS, "native")
+        expected = aten_chains.qk_norm(*args)
+        assert difference(QK_NORM, args, expected) is None
+        found = found or compare(expected, aten_chains.qk_norm(*args, rows=other)) is not None
+    assert found == (width == 96)  # 256 elements are 32 loads of 8, for any number of rows
 
 
 @pytest.mark.parametrize("amplitude", [0.005, 1.0, 40.0, 200.0])

@@ -5,20 +5,11 @@ from __future__ import annotations
 import aten_chains
 import pytest
 import torch
-from kernel_runs import (
-    BF16,
-    DTYPES,
-    EPS,
-    FP16,
-    FP32,
-    Arguments,
-    difference,
-    needs_compiler,
-    odd_rows,
-    randn,
-    weights,
-)
+from aten_emulator import reduce_plan
+from kernel_inputs import BF16, DTYPES, EPS, FP16, FP32, Arguments, odd_rows, randn, telling_rows, weights
+from kernel_runs import difference, needs_compiler
 
+from samebits.bits import compare
 from samebits.ops import by_name
 
 pytestmark = needs_compiler
@@ -33,8 +24,16 @@ def normed(rows: int, width: int, dtype: torch.dtype, scaled: bool = True, seed:
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 15, 16, 17])
 @pytest.mark.parametrize("width", [128, 256, 3840, 8192])
 def test_rms_norm_scale_takes_the_tree_of_its_rows(rows: int, width: int) -> None:
-    args = normed(rows, width, BF16)
-    assert difference(RMS_NORM_SCALE, args, aten_chains.rms_norm_scale(*args)) is None
+    weight, found = weights(width, FP32)[0], set()
+    others = {other: reduce_plan(other, width) for other in (1, 2, 4, 8, 16)}
+    for seed in range(-(-20 // rows)):  # every other tree shows in some of twenty rows
+        args = (telling_rows(rows, width, FP32, seed)[None], weight, None, EPS)
+        expected = aten_chains.rms_norm_scale(*args)
+        assert difference(RMS_NORM_SCALE, args, expected) is None
+        found |= {other for other in others if compare(expected, aten_chains.rms_norm_scale(*args, rows=other))}
+    # The tree is that of the threads which share a row; see test_emulator_trees.py.
+    own = reduce_plan(rows, width)
+    assert found == {other for other, plan in others.items() if (plan.width, plan.threads) != (own.width, own.threads)}
 
 
 SIZES = [

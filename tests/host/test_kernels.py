@@ -8,19 +8,8 @@ from typing import Any
 import aten_chains
 import pytest
 import torch
-from kernel_runs import (
-    BF16,
-    DTYPES,
-    EPS,
-    FP32,
-    Arguments,
-    GuardedOutput,
-    difference,
-    needs_compiler,
-    randn,
-    run,
-    weights,
-)
+from kernel_inputs import BF16, DTYPES, EPS, FP32, Arguments, randn, weights
+from kernel_runs import GuardedOutput, difference, needs_compiler, run
 
 from samebits import host
 from samebits.bits import compare

@@ -4,7 +4,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -107,9 +109,19 @@ int run(const Launch& launch, char* message, uint64_t message_bytes) {
   std::vector<std::thread> helpers;
   const auto work = [&](uint32_t worker) {
     const DefaultArithmetic arithmetic;
-    errors[worker] = run_blocks(launch, next, stop);
+    try {
+      errors[worker] = run_blocks(launch, next, stop);
+    } catch (const std::bad_alloc&) {
+      block = nullptr;
+      stop = true;
+      errors[worker] = "no memory for a block's threads";
+    }
   };
-  for (uint32_t worker = 1; worker < launch.workers; ++worker) helpers.emplace_back(work, worker);
+  try {
+    for (uint32_t worker = 1; worker < launch.workers; ++worker) helpers.emplace_back(work, worker);
+  } catch (const std::system_error&) {
+    // The system gives no more threads; those that there are do the work.
+  }
   work(0);
   for (std::thread& helper : helpers) helper.join();
   for (const std::string& error : errors) {
