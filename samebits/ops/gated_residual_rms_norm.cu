@@ -21,7 +21,7 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
                         const Element* __restrict__ scale, Element* __restrict__ x_out, Element* __restrict__ z_out,
                         int tokens, long long x_sample_stride, long long x_token_stride, long long y_sample_stride,
                         long long y_token_stride, long long gate_sample_stride, long long gate_token_stride,
-                        long long scale_sample_stride, long long scale_token_stride, float mean_factor, float eps) {
+                        long long scale_sample_stride, long long scale_token_stride, float eps) {
   extern __shared__ uint4 shared[];
   Element* row = reinterpret_cast<Element*>(shared);  // (WIDTH,): first y, then x'
   const int sample = blockIdx.x / tokens, token = blockIdx.x - sample * tokens;
@@ -29,7 +29,7 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
   const Element* gate_row = gate + sample * gate_sample_stride + token * gate_token_stride;  // (WIDTH,)
   const long long out = (long long)blockIdx.x * WIDTH;
   fetch_row(row, y + sample * y_sample_stride + token * y_token_stride);
-  float r = reciprocal_root_mean_square(row, mean_factor, eps);
+  float r = reciprocal_root_mean_square(row, eps);
   __syncthreads();  // every thread has read what the next loop overwrites
 #pragma unroll
   for (int i = 0; i < steps(WIDE); i++) {
@@ -48,7 +48,7 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
   }
   if (!HAS_NEXT) return;
   __syncthreads();
-  r = reciprocal_root_mean_square(row, mean_factor, eps);
+  r = reciprocal_root_mean_square(row, eps);
 
   const Element* scale_row = scale + sample * scale_sample_stride + token * scale_token_stride;  // (WIDTH,)
 #pragma unroll

@@ -15,7 +15,7 @@ from samebits import jit
 from samebits.ops import rms_norm_scale
 from samebits.ops._layout import CTYPES, HERE, aligned, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Outputs, Variant
-from samebits.ops._reduce_plan import mean_factor, reduce_plan
+from samebits.ops._reduce_plan import reduce_plan
 from samebits.ops.qk_norm import rms_norm
 
 SOURCE = HERE / "gated_residual_rms_norm.cu"
@@ -122,7 +122,6 @@ def prepare(
         gate_token_stride=gate_strides[1],
         scale_sample_stride=scale_strides[0],
         scale_token_stride=scale_strides[1],
-        mean_factor=mean_factor(rows, width),
         eps=float(eps),
     )
     shape, dtype, device, device_index, empty = x.shape, x.dtype, x.device, x.device.index or 0, torch.empty

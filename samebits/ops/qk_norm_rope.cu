@@ -25,7 +25,6 @@ struct Stream {
   Weight* y;             // (samples, joint_tokens, HEADS, HEAD_DIM), from this stream's first token
   int rows, tokens, joint_tokens;
   long long sample_stride, token_stride, table_sample_stride;
-  float mean_factor;
 };
 
 struct Place {
@@ -79,19 +78,19 @@ qk_norm_rope(const Element* __restrict__ q, const Element* __restrict__ k, const
              long long v_sample_stride, long long v_token_stride, long long text_q_sample_stride,
              long long text_q_token_stride, long long text_k_sample_stride, long long text_k_token_stride,
              long long text_v_sample_stride, long long text_v_token_stride, long long table_sample_stride,
-             long long text_table_sample_stride, float mean_factor, float text_mean_factor, float eps) {
+             long long text_table_sample_stride, float eps) {
   int block = blockIdx.x;
   const int tensor = tensor_of(block, rows, text_rows);
   const int joint_tokens = tokens + text_tokens;
   const long long image = (long long)text_tokens * HEADS * HEAD_DIM;  // where the image's tokens begin
   Stream s;
   switch (tensor) {
-    case 0: s = Stream{q, q_weight, table, joint_q + image, rows, tokens, joint_tokens, q_sample_stride, q_token_stride, table_sample_stride, mean_factor}; break;
-    case 1: s = Stream{k, k_weight, table, joint_k + image, rows, tokens, joint_tokens, k_sample_stride, k_token_stride, table_sample_stride, mean_factor}; break;
-    case 2: s = Stream{v, nullptr, table, joint_v + image, rows, tokens, joint_tokens, v_sample_stride, v_token_stride, table_sample_stride, mean_factor}; break;
-    case 3: s = Stream{text_q, text_q_weight, text_table, joint_q, text_rows, text_tokens, joint_tokens, text_q_sample_stride, text_q_token_stride, text_table_sample_stride, text_mean_factor}; break;
-    case 4: s = Stream{text_k, text_k_weight, text_table, joint_k, text_rows, text_tokens, joint_tokens, text_k_sample_stride, text_k_token_stride, text_table_sample_stride, text_mean_factor}; break;
-    default: s = Stream{text_v, nullptr, text_table, joint_v, text_rows, text_tokens, joint_tokens, text_v_sample_stride, text_v_token_stride, text_table_sample_stride, text_mean_factor}; break;
+    case 0: s = Stream{q, q_weight, table, joint_q + image, rows, tokens, joint_tokens, q_sample_stride, q_token_stride, table_sample_stride}; break;
+    case 1: s = Stream{k, k_weight, table, joint_k + image, rows, tokens, joint_tokens, k_sample_stride, k_token_stride, table_sample_stride}; break;
+    case 2: s = Stream{v, nullptr, table, joint_v + image, rows, tokens, joint_tokens, v_sample_stride, v_token_stride, table_sample_stride}; break;
+    case 3: s = Stream{text_q, text_q_weight, text_table, joint_q, text_rows, text_tokens, joint_tokens, text_q_sample_stride, text_q_token_stride, text_table_sample_stride}; break;
+    case 4: s = Stream{text_k, text_k_weight, text_table, joint_k, text_rows, text_tokens, joint_tokens, text_k_sample_stride, text_k_token_stride, text_table_sample_stride}; break;
+    default: s = Stream{text_v, nullptr, text_table, joint_v, text_rows, text_tokens, joint_tokens, text_v_sample_stride, text_v_token_stride, text_table_sample_stride}; break;
   }
   if (s.x == nullptr) return;  // values that are already in place
   const bool is_value = s.weight == nullptr;
@@ -117,7 +116,7 @@ qk_norm_rope(const Element* __restrict__ q, const Element* __restrict__ k, const
 #pragma unroll
   for (int i = 0; i < ROWS_AHEAD; i++) {
     const int row = first + 2 * i;
-    Eight y = normalize(x[i], w, s.mean_factor, eps);
+    Eight y = normalize(x[i], w, s.rows, eps);
     if (row >= s.rows) continue;
     const Place place = place_of(s, row);
 #pragma unroll
@@ -136,8 +135,8 @@ qk_norm_rope(const Element* __restrict__ q, const Element* __restrict__ k, const
     for (int at = lane; at < HEAD_DIM; at += 32) reinterpret_cast<Element*>(place.y)[at] = place.x[at];
     return;
   }
-  const float r = tensor < 3 ? row_reciprocal_root<IMAGE_COLUMNS>(place.x, lane, s.mean_factor, eps)
-                             : row_reciprocal_root<TEXT_COLUMNS>(place.x, lane, s.mean_factor, eps);
+  const float r = tensor < 3 ? row_reciprocal_root<IMAGE_COLUMNS>(place.x, lane, s.rows, eps)
+                             : row_reciprocal_root<TEXT_COLUMNS>(place.x, lane, s.rows, eps);
 #pragma unroll
   for (int i = 0; i < HEAD_DIM; i += 64) {
     const int at = i + 2 * lane;

@@ -15,7 +15,6 @@ from samebits import jit
 from samebits.ops import qk_norm
 from samebits.ops._layout import CTYPES, HERE, aligned, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Outputs, Variant
-from samebits.ops._reduce_plan import mean_factor
 
 SOURCE = HERE / "qk_norm_rope.cu"
 _WARPS = 8
@@ -197,8 +196,6 @@ def prepare(
         text_tokens=text_tokens,
         table_sample_stride=table.stride(0) if table.dim() == 3 else 0,
         text_table_sample_stride=text_table.stride(0) if text_table is not None and text_table.dim() == 3 else 0,
-        mean_factor=mean_factor(rows, head_dim),
-        text_mean_factor=mean_factor(max(text_rows, 1), head_dim),
         eps=float(eps),
         **strides,
     )
