@@ -24,6 +24,7 @@ BLOCK = re.compile(r"(<!-- measured: (?P<name>\w+) -->\n).*?(<!-- /measured -->)
 
 README_HEADS = ("what", "where", "bits", "eager", "samebits", "faster", "of copy bandwidth")
 OP_HEADS = ("case", "dtype", "bits", "rows compared", "eager us", "fused us", "faster", "of copy bandwidth")
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
 
 
+def _short(dtype: str) -> str:
+    return SHORT.get(dtype, dtype)
+
+
 def _time(value: float | None, unit: str) -> str:
     return "" if value is None else f"{value:,.1f}{unit}"
 
@@ -95,8 +100,15 @@ def _denoiser(row: Row, where: str) -> list[str]:
 
 
 def readme_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
-    """The one table of the README: each op in bf16 where it was timed, each op in all cases, each denoiser."""
-    lines: list[list[str]] = []
+    """The one table of the README: each denoiser, each op in bf16 where it was timed, each op in all cases."""
+    lines = [
+        _denoiser(row, machine.name)
+        for machine in found
+        if "denoisers" in machine.records and not evidence.stale(machine.records["denoisers"], ops)
+        for row in machine.records["denoisers"].rows
+    ]
+    if not lines:
+        lines.append(["whole denoisers, one forward", "", "not yet measured with this source", "", "", "", ""])
     for op in ops:
         before = len(lines)
         for machine in found:
@@ -112,14 +124,7 @@ def readme_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
                 lines.append(_summary(op, rows, machine.name))
         if len(lines) == before:
             lines.append([f"`{op.name}`", "", "not yet measured with this source", "", "", "", ""])
-    denoisers = [
-        _denoiser(row, machine.name)
-        for machine in found
-        if "denoisers" in machine.records and not evidence.stale(machine.records["denoisers"], ops)
-        for row in machine.records["denoisers"].rows
-    ]
-    nothing = [["whole denoisers, one forward", "", "not yet measured with this source", "", "", "", ""]]
-    return markdown(README_HEADS, lines + (denoisers or nothing))
+    return markdown(README_HEADS, lines)
 
 
 def _rows_of(machine: Machine, op: Op) -> list[Row]:
@@ -133,7 +138,7 @@ def op_cells(row: Row) -> list[str]:
     """One row of ``ops.json`` under ``OP_HEADS``."""
     return [
         row["case"],
-        row["dtype"],
+        _short(row["dtype"]),
         "equal" if row["bits_equal"] else f"DIFFERENT ({row.get('error', 'no word why')})",
         f"{row['rows_compared']:,}",
         _time(row["us_eager"], ""),
@@ -161,16 +166,30 @@ def models_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
 
 
 def op_table(found: Sequence[Machine], op: Op) -> str:
-    """The measured section of one op's page: every case on every machine, and the command that measured it."""
+    """The measured section of one op's page: what was timed, what was compared only, and the command, by machine."""
     parts = []
     for machine in found:
         rows = _rows_of(machine, op)
         if not rows:
             continue
-        lines = [op_cells(row) for row in rows]
+        shown = [row for row in rows if row["us_fused"] is not None or not row["bits_equal"]]
+        lines = [op_cells(row) for row in shown]
         record = machine.records["ops"]
         parts.append(f"{machine.name}, by `{record.command}`:\n\n{markdown(OP_HEADS, lines)}")
-    return "\n".join(parts) or "Not yet measured with this source.\n"
+        parts.append(_compared_only([row for row in rows if row not in shown]))
+    return "\n".join(filter(None, parts)) or "Not yet measured with this source.\n"
+
+
+def _compared_only(rows: Sequence[Row]) -> str:
+    """One paragraph for the rows whose bits were equal and whose time nobody took."""
+    dtypes: dict[str, list[str]] = {}
+    for row in rows:
+        dtypes.setdefault(row["case"], []).append(_short(row["dtype"]))
+    if not dtypes:
+        return ""
+    names = "; ".join(f"{case} ({', '.join(kinds)})" for case, kinds in dtypes.items())
+    total = sum(row["rows_compared"] for row in rows)
+    return f"Compared and not timed, {len(rows)} cases and {total:,} rows, every bit equal: {names}.\n"
 
 
 def render(text: str, tables: Mapping[str, Callable[[], str]]) -> str:

@@ -93,7 +93,9 @@ def measured(tmp_path: Path) -> Path:
     }
     untimed = {"us_eager": None, "us_fused": None, "copy_share": None}
     differs = row | untimed | {"case": "odd", "bits_equal": False, "rows_compared": 3, "error": "a|b"}
-    evidence.Record("ops", "scripts/gpu", environment, source, [row, differs]).write(tmp_path / "evidence" / "pretend")
+    small = row | untimed | {"case": "1x1", "rows_compared": 20}
+    rows = [row, differs, small, small | {"dtype": "float32"}]
+    evidence.Record("ops", "scripts/gpu", environment, source, rows).write(tmp_path / "evidence" / "pretend")
     denoiser = {
         "model": "pretend-image",
         "ms_eager": 172.0,
@@ -118,10 +120,11 @@ def test_evidence_becomes_tables(measured: Path) -> None:
         "| `qk_norm` 1x2x3x4 bf16 | NVIDIA Pretend 9, torch 2.99.0 | equal, 1,234,567 rows "
         "| 812.2 us | 50.8 us | 16.00x | 62% |\n"
     ) in readme
-    assert "equal in 1 of 2 cases, 1,234,567 rows" in readme
+    assert "equal in 3 of 4 cases, 1,234,607 rows" in readme
     assert "5,855 launches | 131.0 ms, 4,321 launches | 1.31x" in readme
     assert "`rms_norm_scale` |  | not yet measured" in readme
-    assert "| odd | bfloat16 | DIFFERENT (a\\|b) | 3 |  |  |  |  |\n" in page
+    assert "| odd | bf16 | DIFFERENT (a\\|b) | 3 |  |  |  |  |\n" in page
+    assert "2 cases and 40 rows, every bit equal: 1x1 (bf16, fp32).\n" in page
     assert tables.update(measured) == []
 
 
