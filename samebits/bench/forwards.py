@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import gc
+import multiprocessing
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +20,35 @@ from samebits.ops._op import Op
 
 SIZES = (512, 1024, 1328, 2048)
 BATCHES = (1, 2)
+FAILED = "nothing was measured"
 MEANINGLESS = "There is no GPU here: these are tiny models on a CPU, and the figures mean nothing."
+
+Run = Callable[[str, int, int], variants.Outcome]
+"""``run(model, size, batch)`` measures one forward every way."""
 
 
 def record(
     folder: Path | None,
-    bench: Bench,
+    run: Run,
     ops: Sequence[Op],
     names: Sequence[str],
     sizes: Sequence[int],
     batches: Sequence[int],
-    choice: variants.Choice,
     *,
     command: str,
     environment: dict[str, Any],
     commit: str | None = None,
     add: bool = False,
-    builders: Mapping[str, Callable[[torch.device], Denoiser]] = models.BUILDERS,
+    say: Callable[[str], object] = lambda _: None,
 ) -> variants.Outcome:
-    """Measure the named models one after the other; with a ``folder``, write ``models.json`` after each size.
+    """Measure the named models at every size and batch; with a ``folder``, write ``models.json`` after each.
 
-    A model that does not even build, or a size that fails as a whole, is a note and the next one runs.
+    One that fails as a whole is a note, and the next one runs.
 
     Parameters
     ----------
+    run : callable
+        :func:`here`, or :func:`apart` on a GPU.
     add : bool
         Keep the rows of a ``models.json`` that is there already, but for those that this run measures again.
 
@@ -54,33 +62,62 @@ def record(
     earlier: list[evidence.Row] = []
     if add and folder is not None and (folder / "models.json").exists():
         earlier, command = _earlier(folder / "models.json", source, environment, command)
-    for name in names:
-        with torch.no_grad():
-            try:
-                bench.say(f"{name}: building")
-                denoiser = builders[name](bench.device)
-            except Exception as error:
-                whole.notes.append(f"{name}: cannot be built: {said(error)}")
-                continue
-            for size in sizes:
-                for batch in batches:
-                    where = f"{name} {size}x{size} batch {batch}"
-                    bench.say(f"{where}: running")
-                    try:
-                        found = variants.measure(models.at_size(denoiser, size, batch), bench, ops, size, batch, choice)
-                        whole.rows.extend(found.rows)
-                        whole.notes.extend(f"{where}: {note}" for note in found.notes)
-                    except Exception as error:
-                        whole.notes.append(f"{where}: failed: {said(error)}")
-                    if choice.compiled:
-                        variants.forget_compiled()
-                    _free(bench)
-                    if folder is not None:
-                        rows = _together(earlier, whole.rows)
-                        evidence.Record("models", command, environment, source, rows).write(folder)
-        del denoiser
-        _free(bench)
+    for name, size, batch in product(names, sizes, batches):
+        where = f"{name} {size}x{size} batch {batch}"
+        say(f"{where}: running")
+        try:
+            found = run(name, size, batch)
+            whole.rows.extend(found.rows)
+            whole.notes.extend(f"{where}: {note}" for note in found.notes)
+        except Exception as error:
+            whole.notes.append(f"{where}: {FAILED}: {said(error)}")
+        if folder is not None:
+            rows = _together(earlier, whole.rows)
+            evidence.Record("models", command, environment, source, rows).write(folder)
     return whole
+
+
+def here(
+    bench: Bench,
+    ops: Sequence[Op],
+    choice: variants.Choice,
+    builders: Mapping[str, Callable[[torch.device], Denoiser]],
+) -> Run:
+    """Measure in this process."""
+
+    def run(name: str, size: int, batch: int) -> variants.Outcome:
+        with torch.no_grad():
+            denoiser = models.at_size(builders[name](bench.device), size, batch)
+            try:
+                return variants.measure(denoiser, bench, ops, size, batch, choice)
+            finally:
+                if choice.compiled:
+                    variants.forget_compiled()
+
+    return run
+
+
+def apart(device: torch.device, choice: variants.Choice) -> Run:
+    """Measure on a GPU, each model and size in a fresh process.
+
+    So every size has the GPU's memory to itself, is compiled for itself, and no launch of it is slowed by a
+    profiler that ran before; and one that takes its process down takes no other with it.
+    """
+
+    def run(name: str, size: int, batch: int) -> variants.Outcome:
+        # spawn: a forked process cannot use CUDA once its parent did
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(_in_child, str(device), choice, name, size, batch).result()
+
+    return run
+
+
+def _in_child(device: str, choice: variants.Choice, name: str, size: int, batch: int) -> variants.Outcome:
+    from samebits.ops import OPS
+
+    # What a child has to say must not get between the parent's JSON.
+    bench = Bench.on(torch.device(device), lambda text: print(text, file=sys.stderr))
+    return here(bench, OPS, choice, models.BUILDERS)(name, size, batch)
 
 
 def _earlier(
@@ -108,12 +145,6 @@ def _together(earlier: Sequence[evidence.Row], rows: Sequence[evidence.Row]) -> 
     return [*(row for row in earlier if (row["model"], row["size"], row["batch"]) not in again), *rows]
 
 
-def _free(bench: Bench) -> None:
-    gc.collect()
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def good(outcome: variants.Outcome) -> bool:
     """Whether something was measured, nothing failed, and every row that claims eager's bits has them."""
     claims = ("eager", "eager_graph", *(evidence.MODELS.claims or ()))
@@ -122,5 +153,5 @@ def good(outcome: variants.Outcome) -> bool:
         bool(rows)
         and all(row["ms"] is not None for row in rows)
         and all(row["bits_equal"] for row in rows if row["variant"] in claims)
-        and not any(": failed: " in note or "cannot be built" in note for note in outcome.notes)
+        and not any(f": {FAILED}: " in note for note in outcome.notes)
     )

@@ -6,6 +6,7 @@ shapes, no stacks: they slow the host down and are not needed for a count.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -116,6 +117,7 @@ def events_of(body: Callable[[], object], runs: int = 1) -> list[tuple[str, floa
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    keep_cupti()
     body()
     torch.cuda.synchronize()
     with warnings.catch_warnings():
@@ -126,6 +128,15 @@ def events_of(body: Callable[[], object], runs: int = 1) -> list[tuple[str, floa
                 body()
             torch.cuda.synchronize()
         return device_events(profiler.events() or ())
+
+
+def keep_cupti() -> None:
+    """Have the profiler leave its hooks into CUDA in place between two sessions, unless the user decided otherwise.
+
+    Taking them out and putting them back is what sessions in quick succession, and graphs captured before, have
+    hung or crashed on.
+    """
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
 
 def device_events(events: Iterable[Any]) -> list[tuple[str, float]]:

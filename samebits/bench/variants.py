@@ -6,7 +6,6 @@ differ is not timed at all. torch.compile and the floor claim no bits; what they
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -126,14 +125,17 @@ class Choice:
 
 
 def measure(denoiser: Denoiser, bench: Bench, ops: Sequence[Op], size: int, batch: int, choice: Choice) -> Outcome:
-    """Run every variant of one forward: bits, then launches and classes, then time in turns."""
+    """Run every variant of one forward: bits, then time in turns, then launches and classes.
+
+    The profiler comes last, because launches can stay slower for the rest of a process in which it ran.
+    """
     outcome = Outcome()
     contest = Contest(denoiser, bench, ops, outcome)
     try:
         with _room_to_recompile(choice):
             contest.enter(choice)
-            contest.profile()
             taken = contest.time(choice.rounds)
+            contest.profile()
     finally:
         contest.switch.to(EAGER)
     wanted = [EAGER, *choice.compiled, OURS]
@@ -325,4 +327,3 @@ def _room_to_recompile(choice: Choice) -> AbstractContextManager[Any]:
 def forget_compiled() -> None:
     """Drop what torch.compile keeps, so that the next size is compiled for itself and not for sizes in general."""
     torch.compiler.reset()
-    gc.collect()

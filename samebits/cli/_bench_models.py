@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from samebits.cli._bench import COMMIT, JSON, OUT, has_gpu, leave, on_cpu, on_gpu, report
+from samebits.cli._bench import COMMIT, JSON, OUT, has_gpu, leave, on_cpu, on_gpu, report, say
 
 
 @click.command("models")
@@ -15,6 +15,7 @@ from samebits.cli._bench import COMMIT, JSON, OUT, has_gpu, leave, on_cpu, on_gp
 @click.option("--model", "names", multiple=True, help="Only this model: z-image or qwen-image. Default: both.")
 @click.option("--size", "sizes", multiple=True, type=click.IntRange(1), help="Side in pixels, several times [1024].")
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(1, 64), help="Pictures at once [1].")
+@click.option("--all", "everything", is_flag=True, help="Sizes 512, 1024, 1328, 2048 and batches 1, 2 where not given.")
 @click.option("--rounds", type=click.IntRange(1), default=12, show_default=True, help="Turns of each variant.")
 @click.option("--compile/--no-compile", "compiled", default=None, help="torch.compile too [with a GPU: yes].")
 @click.option("--max-autotune", is_flag=True, help="torch.compile's max-autotune too; it compiles for minutes.")
@@ -27,6 +28,7 @@ def models(
     names: tuple[str, ...],
     sizes: tuple[int, ...],
     batches: tuple[int, ...],
+    everything: bool,
     rounds: int,
     compiled: bool | None,
     max_autotune: bool,
@@ -47,6 +49,8 @@ def models(
     unknown = [name for name in names if name not in models.BUILDERS]
     if unknown:
         raise click.UsageError(f"no model is called {unknown[0]!r}; there are {', '.join(models.BUILDERS)}")
+    if everything:
+        sizes, batches = sizes or forwards.SIZES, batches or forwards.BATCHES
     sizes = sizes or ((models.SMALL_SIZE,) if cpu else (ratios.HEADLINE_SIZE,))
     wrong = [size for size in sizes if size % models.SIZE_MULTIPLE]
     if wrong:
@@ -69,20 +73,20 @@ def models(
             *(["--emulate-precision-casts"] if emulate_precision_casts else []),
         ]
     )
+    run = forwards.here(measured, OPS, choice, models.SMALL) if cpu else forwards.apart(measured.device, choice)
     try:
         outcome = forwards.record(
             None if cpu else folder,
-            measured,
+            run,
             OPS,
             names or tuple(models.BUILDERS),
             sizes,
             batches or (1,),
-            choice,
             command=command,
             environment=environment,
             commit=commit,
             add=add,
-            builders=models.SMALL if cpu else models.BUILDERS,
+            say=say,
         )
     except EvidenceError as error:  # the file that rows were to be added to
         raise click.UsageError(str(error)) from error

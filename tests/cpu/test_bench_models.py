@@ -377,7 +377,7 @@ def test_sizes_follow_each_other_and_what_cannot_be_built_is_told(
         (128, "eager"),
         (128, "ours"),
     ]
-    assert "large: cannot be built: RuntimeError: out of memory" in outcome.notes
+    assert "large 64x64 batch 1: nothing was measured: RuntimeError: out of memory" in outcome.notes
     assert not forwards.good(outcome)
     written = evidence.read(tmp_path / "models.json")
     assert list(written.rows) == outcome.rows
@@ -386,8 +386,29 @@ def test_sizes_follow_each_other_and_what_cannot_be_built_is_told(
 
 def record(folder: Path, bench: Bench, **options: Any) -> Outcome:
     builders = {"z-image": models.SMALL["z-image"], "large": options.pop("large", None)}
+    run = forwards.here(bench, OPS, Choice((), False, 1), builders)
     chosen = {"names": ("z-image",), "sizes": (64,), "batches": (1,), "command": "one", "environment": {}} | options
-    return forwards.record(folder, bench, OPS, choice=Choice((), False, 1), builders=builders, **chosen)
+    return forwards.record(folder, run, OPS, **chosen)
+
+
+def test_a_process_of_its_own_gives_back_rows_or_what_went_wrong() -> None:
+    """Without a GPU the child cannot measure: what it raised arrives here, and the parent goes on."""
+    if torch.cuda.is_available():
+        pytest.skip("here the child would build a real model")
+    outcome = forwards.record(
+        None,
+        forwards.apart(torch.device("cuda"), Choice()),
+        OPS,
+        ("z-image",),
+        (64,),
+        (1, 2),
+        command="x",
+        environment={},
+    )
+    assert outcome.rows == []
+    assert len(outcome.notes) == 2
+    assert all("batch" in note and ": nothing was measured: " in note for note in outcome.notes)
+    assert not forwards.good(outcome)
 
 
 def test_rows_can_be_added_to_those_of_the_same_source(bench: Bench, gate: small.KernelGate, tmp_path: Path) -> None:
