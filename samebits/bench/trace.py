@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits.bench.floor import kind_of
+from samebits.bench.launches import keep_cupti
 
 BLOCK_MARK = "samebits block: "
 SITE_MARK = "samebits site: "
@@ -58,7 +59,7 @@ class Launch:
 
 
 def launches_in(events: Iterable[Mapping[str, Any]]) -> list[Launch]:
-    """Read the launches out of the events of a trace, in the order in which the host made them.
+    """Read the launches out of the events of a trace.
 
     Parameters
     ----------
@@ -69,7 +70,8 @@ def launches_in(events: Iterable[Mapping[str, Any]]) -> list[Launch]:
     Returns
     -------
     list of Launch
-        Kernels, copies and memsets; where there are none at all, the operators that call no other.
+        Kernels, copies and memsets in the order in which the GPU ran them; where there are none at all, the operators
+        that call no other.
     """
     whole = [event for event in events if event.get("ph") == "X" and "ts" in event]
     spans = [
@@ -86,15 +88,18 @@ def launches_in(events: Iterable[Mapping[str, Any]]) -> list[Launch]:
         for event in whole
         if event.get("cat") in _CALLS and "correlation" in event.get("args", {})
     }
-    points = []
-    for event in device:
-        launched = when.get(event.get("args", {}).get("correlation"))
-        # A launch that the host's side does not know keeps the device's order and belongs to nothing.
-        points.append((float(event["ts"]) if launched is None else launched, launched is not None, event))
-    points.sort(key=lambda point: (point[0], float(point[2]["ts"])))
-    found = []
-    for (_, known, event), open_spans in zip(points, _open_at([p[0] for p in points], spans), strict=True):
-        found.append(_launch(str(event["name"]), float(event.get("dur", 0.0)), open_spans if known else ()))
+    # In the device's order, which for the one stream of a forward is the order of the launches.
+    device.sort(key=lambda event: float(event["ts"]))
+    moments = [when.get(event.get("args", {}).get("correlation")) for event in device]
+    known = sorted({moment for moment in moments if moment is not None})
+    opened = dict(zip(known, _open_at(known, spans), strict=True))
+    found: list[Launch] = []
+    for event, moment in zip(device, moments, strict=True):
+        name, us = str(event["name"]), float(event.get("dur", 0.0))
+        if moment is not None:
+            found.append(_launch(name, us, opened[moment]))
+        else:  # the host's side was not recorded: it stands in the block of the launch before it
+            found.append(Launch(name, us, block=found[-1].block if found else ""))
     return found
 
 
@@ -106,16 +111,13 @@ def _open_at(moments: Sequence[float], spans: Sequence[Mapping[str, Any]]) -> It
     for moment in moments:
         while following < len(ordered) and float(ordered[following]["ts"]) <= moment:
             span = ordered[following]
-            _close(open_spans, float(span["ts"]))
+            while open_spans and _end(open_spans[-1]) <= float(span["ts"]):  # one that follows, not one inside
+                open_spans.pop()
             open_spans.append(span)
             following += 1
-        _close(open_spans, moment)
+        while open_spans and _end(open_spans[-1]) < moment:
+            open_spans.pop()
         yield list(open_spans)
-
-
-def _close(open_spans: list[Mapping[str, Any]], moment: float) -> None:
-    while open_spans and _end(open_spans[-1]) < moment:
-        open_spans.pop()
 
 
 def _end(span: Mapping[str, Any]) -> float:
@@ -198,6 +200,7 @@ def record(body: Callable[[], object], blocks: Mapping[str, Any], cuda: bool) ->
         if cuda:
             torch.cuda.synchronize()
 
+    keep_cupti()
     with marked(blocks), warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         # The profiler warns about its own event buffers from one version to the next; none of it is about us.
         warnings.simplefilter("ignore")
