@@ -333,7 +333,7 @@ def test_the_script_names_what_it_does_not_understand(arguments: tuple[str, ...]
 def test_the_script_explains_itself() -> None:
     done = gpu_script("--help")
     assert done.returncode == 0
-    for part in ("tests", "ops", "denoisers", "record"):
+    for part in ("tests", "ops", "denoisers", "models", "record"):
         assert part in done.stdout
 
 
