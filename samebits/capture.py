@@ -83,6 +83,26 @@ class CudaProbe:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pools: dict[int, frozenset[int]] = {}
+        self._private: dict[int, frozenset[int]] = {}
+
+    def private_stream(self, device: int) -> Any:
+        """Return a new stream that torch hands out to nobody; this probe asks about it too. It lives for ever.
+
+        torch keeps one workspace of the GEMM library per stream, and a graph keeps using the one of the stream it
+        was captured on. On a stream of the pool, work of somebody else could use it at the same time.
+        """
+        driver = _driver()
+        if driver is None:
+            return _cuda.Stream(device)
+        with _context(driver, device) as current:
+            # Not a blocking stream: those wait for the legacy default stream, and break its users while capturing.
+            status, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING) if current else (1, 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            return _cuda.Stream(device)
+        handle = int(stream)
+        with self._lock:
+            self._private[device] = self._private.get(device, frozenset()) | {handle}
+        return _cuda.ExternalStream(handle, device=device)
 
     def here(self, device: torch.device | None = None) -> bool:
         """Say whether this thread's current stream on ``device`` (default: the current device) is capturing."""
@@ -133,7 +153,7 @@ class CudaProbe:
         status, _flags, active = driver.cuDevicePrimaryCtxGetState(device)
         if status == good and not active:
             return False
-        handles = {_cuda.current_stream(device).cuda_stream, *self._pool(device)}
+        handles = {_cuda.current_stream(device).cuda_stream, *self._pool(device), *self._private.get(device, ())}
         capture_stream = getattr(_cuda.graph, "default_capture_stream", None)
         if capture_stream is not None:
             handles.add(capture_stream.cuda_stream)
@@ -203,6 +223,11 @@ def _driver() -> Any:
 
 
 _PROBE = CudaProbe()
+
+
+def private_stream(device: int) -> Any:
+    """Return a new stream that torch hands out to nobody. See :meth:`CudaProbe.private_stream`."""
+    return _PROBE.private_stream(device)
 
 
 def capturing_here(device: torch.device | None = None) -> bool:

@@ -47,6 +47,7 @@ ELSEWHERE = "another thread is comparing this signature"
 FORKED = "this process was forked after CUDA was initialised"
 FULL = f"the op already has {SIGNATURE_LIMIT} signatures"
 KILLED = "SAMEBITS_DISABLE is set"
+RETRY = "will be tried again"
 
 _log = logging.getLogger("samebits")
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
@@ -123,6 +124,11 @@ class Gate:
         """Why every call runs the reference, or ``None`` while the gate works."""
         return self._stopped
 
+    @property
+    def withdrawn(self) -> int:
+        """How often a verified signature was sent back, refused or found to fail. Older graphs are out of date."""
+        return sum(table.withdrawn for table in list(self._tables.values()))
+
     def verdicts(self) -> list[Verdict]:
         """Return what is known about every signature met so far."""
         with self._lock:
@@ -145,7 +151,7 @@ class Gate:
                     for entry in table.entries.values():
                         if entry.state is State.VERIFIED:
                             entry.recheck = True
-                            table.launchers.pop(entry.key, None)
+                            table.withdraw(entry)
                             due += 1
         return due
 
@@ -225,7 +231,7 @@ class Gate:
         with self._lock:
             if entry.wait_calls > 0:
                 entry.wait_calls -= 1
-                return f"will be tried again: {entry.cause}"
+                return f"{RETRY}: {entry.cause}"
         device = entry.signature.devices[0] if entry.signature.devices else None
         if device is not None and device.type == "cuda" and capture.forked():
             return FORKED

@@ -133,6 +133,8 @@ class Table:
         self.names = parameter_names(op.reference)
         self.launchers: dict[Key | None, Launcher] = {}
         self.entries: dict[Key, Entry] = {}
+        self.withdrawn = 0
+        """How often a signature that answered stopped to; whoever holds on to its kernel has to look again."""
 
     def entry(self, key: Key, args: tuple[Any, ...]) -> Entry | None:
         """Return the entry of ``key``, made if it is new, or ``None`` when the table is full."""
@@ -149,9 +151,13 @@ class Table:
         entry.recheck = state is State.VERIFIED and self.host
         entry.wait_calls = entry.attempts = 0
         if state is not State.VERIFIED:
-            self.launchers.pop(entry.key, None)
+            self.withdraw(entry)
         elif open_to_calls and entry.launcher is not None and not self.host:
             self.launchers[entry.key] = entry.launcher
+
+    def withdraw(self, entry: Entry) -> None:
+        """Let ``entry`` answer no more calls."""
+        self.withdrawn += self.launchers.pop(entry.key, None) is not None
 
     def close(self) -> None:
         """Send every call past the gate again; verdicts stay."""

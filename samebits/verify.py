@@ -33,6 +33,8 @@ _STICKY_CUDA_WORDS = (
 MADE_UP_DRAWS = 16
 """How often at most a new signature is compared on made-up inputs."""
 
+OUT_OF_MEMORY = "out of memory"
+"""How a report sums such errors up: their messages hold sizes that differ from call to call."""
 _OUT_OF_MEMORY_WORDS = ("out of memory", "can't allocate memory")
 
 # A signalling NaN: no arithmetic instruction produces one, so what still holds this pattern was never written.
@@ -189,7 +191,7 @@ def is_sticky(error: BaseException) -> bool:
 def summary(error: BaseException) -> str:
     """Return the class and the first line of an error, for a report that counts equal ones together."""
     if is_out_of_memory(error):
-        return "out of memory"  # The message itself holds sizes that differ from call to call.
+        return OUT_OF_MEMORY
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
