@@ -11,11 +11,13 @@ from typing import Any
 from torch import nn
 
 from samebits.errors import AlreadyAppliedError, UnsupportedModelError
-from samebits.gate import Gate, default_gate
+from samebits.gate import CAPTURING, ELSEWHERE, RETRY, Gate, default_gate
+from samebits.graphs import MAX_GRAPHS, DenoiserGraphs, GraphRow
 from samebits.models import FAMILIES, Family, family_of, unwrapped
 from samebits.models._family import Line, Replacement
 from samebits.ops import by_name
 from samebits.patch import Patch, find, obstacle
+from samebits.verify import OUT_OF_MEMORY
 
 NEVER_CALLED = "never called (a call that torch.compile traces runs diffusers' own lines and is not counted)"
 COMPILED = "torch.compile runs this part of the model: its graph is diffusers' own"
@@ -55,11 +57,14 @@ class Report:
         What else a reader should know, for example what ``remove`` had to leave behind.
     full : bool
         Whether the table has a line for every site instead.
+    graphs : tuple of GraphRow
+        One per denoiser whose CUDA graphs are on. A replay runs a site's kernel without being counted at that site.
     """
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     full: bool = False
+    graphs: tuple[GraphRow, ...] = ()
 
     def to_json(self) -> list[dict[str, Any]]:
         """One dictionary per site: ``site``, ``op``, ``fused``, ``eager``, ``reasons``."""
@@ -87,7 +92,7 @@ class Report:
         text = [aligned.format(*(part for pair in zip(line, widths, strict=True) for part in pair)) for line in cells]
         for number, (sentence, calls) in enumerate(legend.items(), 1):
             text.append(f"({number}) {sentence}" + (f": {calls:,} calls" if calls else ""))
-        return "\n".join([*(line.rstrip() for line in text), *self.notes, self.summary])
+        return "\n".join([*(line.rstrip() for line in text), *self.notes, self.summary, *map(str, self.graphs)])
 
     def _lines(self) -> Iterator[tuple[str, Row, int]]:
         """Name, sums and number of sites of every line of the table."""
@@ -119,6 +124,7 @@ class Handle:
         self.options = dict(options)
         self.sites: tuple[Line, ...] = ()
         self._patches: list[tuple[str, Patch]] = []
+        self._graphs: list[DenoiserGraphs] = []
         self._compiled: dict[Line, Callable[[], bool]] = {}
         self._notes: list[str] = []
 
@@ -139,9 +145,29 @@ class Handle:
         self.sites += tuple(lines.values())
         if reason is None:
             for line in lines.values():
-                line.site = gate.site(line.name, by_name(line.op), **self.options)
+                line.site = gate.site(
+                    line.name, by_name(line.op), strict=self.options["strict"], host=self.options["host"]
+                )
             patch = Patch(module, lambda original: replacement.write(module, original, lines), owner=self)
             self._patches.append((path, patch))
+
+    def _place_graphs(self, name: str, model: nn.Module, gate: Gate, sites: tuple[Line, ...]) -> None:
+        """Let CUDA graphs answer for the whole denoiser, under every hook that it carries."""
+        graphs = DenoiserGraphs(
+            name or type(model).__name__,
+            model,
+            _GateView(gate, sites),
+            foreign=obstacle,
+            max_graphs=self.options["max_graphs"],
+            max_bytes=self.options["max_graph_bytes"],
+            strict=self.options["strict"],
+        )
+        reason = obstacle(model)
+        if reason is not None:
+            self._notes.append(f"no CUDA graphs for {graphs.name}: {reason}.")
+            return
+        self._graphs.append(graphs)
+        self._patches.append((name, Patch(model, graphs.wrap, owner=self)))
 
     def report(self, *, full: bool = False) -> Report:
         """The counters of every site, as they are now. Works after ``remove`` too.
@@ -151,7 +177,8 @@ class Handle:
         full : bool
             Print a line for every site. Otherwise sites that behaved alike, block after block, share one.
         """
-        return Report(tuple(map(self._row, self.sites)), tuple(self._notes), full)
+        rows, graphs = map(self._row, self.sites), (graphs.row for graphs in self._graphs)
+        return Report(tuple(rows), tuple(self._notes), full, tuple(graphs))
 
     def _row(self, line: Line) -> Row:
         if line.site is None:
@@ -170,7 +197,7 @@ class Handle:
         return bool(self._patches)
 
     def remove(self) -> None:
-        """Put every forward back as it was. A second call does nothing.
+        """Put every forward back as it was and free all CUDA graphs. A second call does nothing.
 
         Hooks that were there before stay; so do hooks that came later. Where a wrapper that samebits does not
         know still holds one of our forwards, that forward only passes on to the original from now on, and the
@@ -181,6 +208,8 @@ class Handle:
             left = patch.undo()
             if left is not None:
                 self._notes.append(f"{path}: {left}.")
+        for graphs in self._graphs:
+            graphs.close()
 
     def __enter__(self) -> Handle:
         return self
@@ -194,7 +223,39 @@ class Handle:
         return f"<samebits.Handle: {len(self.sites)} sites, {'applied' if self.applied else 'not applied'}>"
 
 
-def apply(target: Any, *, strict: bool = False, host: bool = False, gate: Gate | None = None) -> Handle:
+class _GateView:
+    """What the graphs of one denoiser ask about the gate and about the sites inside."""
+
+    def __init__(self, gate: Gate, lines: tuple[Line, ...]) -> None:
+        self._gate = gate
+        self._lines = lines
+
+    def stopped(self) -> str | None:
+        return self._gate.stopped
+
+    def withdrawn(self) -> int:
+        return self._gate.withdrawn
+
+    def unsettled(self) -> int:
+        return sum(
+            calls
+            for line in self._lines
+            if line.site is not None
+            for reason, calls in list(line.site.counters.reasons.items())
+            if reason in (CAPTURING, ELSEWHERE, OUT_OF_MEMORY) or reason.startswith(RETRY)
+        )
+
+
+def apply(
+    target: Any,
+    *,
+    strict: bool = False,
+    host: bool = False,
+    cuda_graphs: bool = False,
+    max_graphs: int = MAX_GRAPHS,
+    max_graph_bytes: int | None = None,
+    gate: Gate | None = None,
+) -> Handle:
     """Let samebits answer for the sites of a pipeline's denoisers, or of one denoiser.
 
     Only these instances change, nothing of diffusers does; ``handle.remove()`` takes everything back. Applying
@@ -208,6 +269,13 @@ def apply(target: Any, *, strict: bool = False, host: bool = False, gate: Gate |
         Raise on any fault of ours instead of going on with eager's result. For tests.
     host : bool
         Send CPU tensors through the gate with the kernels' own source compiled for the CPU.
+    cuda_graphs : bool
+        Capture each denoiser as a CUDA graph per kind of arguments, once its ops are verified for them, and replay
+        that. A call for which no graph may stand is made plainly; the report says how many and why.
+    max_graphs : int
+        How many graphs a denoiser may have; the one that was not used for longest goes first.
+    max_graph_bytes : int, optional
+        How much memory the graphs of a denoiser may hold together; by default a quarter of the device's.
     gate : Gate, optional
         The gate to ask; the process-wide one by default, so that verdicts are shared.
 
@@ -217,9 +285,16 @@ def apply(target: Any, *, strict: bool = False, host: bool = False, gate: Gate |
         There is no denoiser of a known family in ``target``.
     AlreadyAppliedError
         A part of ``target`` is applied already, with other options or together with other models.
+    ValueError
+        A limit of graphs that allows none.
     """
+    for limit, value in (("max_graphs", max_graphs), ("max_graph_bytes", max_graph_bytes)):
+        if value is not None and value < 1:
+            raise ValueError(f"{limit} must be at least 1, got {value}; leave cuda_graphs out to have no graphs.")
     found = _denoisers(target)
-    options = {"strict": strict, "host": host}
+    options: dict[str, Any] = {"strict": strict, "host": host, "cuda_graphs": cuda_graphs}
+    if cuda_graphs:
+        options |= {"max_graphs": max_graphs, "max_graph_bytes": max_graph_bytes}
     models = tuple(model for _, model, _ in found)
     handles = {id(owner): owner for _, model, family in found if (owner := _owner(model, family)) is not None}
     for handle in handles.values():
@@ -229,7 +304,10 @@ def apply(target: Any, *, strict: bool = False, host: bool = False, gate: Gate |
     handle = Handle(models, options)
     try:
         for name, model, family in found:
+            before = len(handle.sites)
             handle._place(f"{name}." if len(found) > 1 else "", model, family, gate or default_gate())
+            if cuda_graphs:
+                handle._place_graphs(name, model, gate or default_gate(), handle.sites[before:])
     except BaseException:
         handle.remove()
         raise
@@ -252,7 +330,7 @@ def _denoisers(target: Any) -> list[tuple[str, nn.Module, Family]]:
 
 def _owner(model: nn.Module, family: Family) -> Handle | None:
     """The handle that is applied to this model already, if any."""
-    for _, module, _ in family.places(model):
+    for module in (model, *(module for _, module, _ in family.places(model))):
         placed = find(unwrapped(module))
         if placed is not None and isinstance(placed.owner, Handle):
             return placed.owner

@@ -48,6 +48,7 @@ class Options:
     eager: bool
     host: bool
     strict: bool
+    cuda_graphs: bool
     as_json: bool
 
 
@@ -81,9 +82,10 @@ def _read_prompt(path: Path) -> str:
 
 
 def check_combinations(options: Options) -> None:
-    for name in ("prove", "host", "strict"):
+    for name in ("prove", "host", "strict", "cuda_graphs"):
         if options.eager and getattr(options, name):
-            raise click.UsageError(f"--eager and --{name} exclude each other: --eager applies nothing.")
+            flag = name.replace("_", "-")
+            raise click.UsageError(f"--eager and --{flag} exclude each other: --eager applies nothing.")
     if options.guidance is not None and not (math.isfinite(options.guidance) and options.guidance >= 0):
         raise click.BadParameter(f"expected a number from 0 up, got {options.guidance}.", param_hint="--guidance")
     if options.host and options.device is not None and not options.device.startswith("cpu"):

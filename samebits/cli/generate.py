@@ -36,6 +36,7 @@ class Result:
     seconds: dict[str, float] = field(default_factory=dict)
     picture: Picture | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
+    graphs: list[dict[str, Any]] = field(default_factory=list)
     report: Any = None
     proof: Proof | None = None
 
@@ -51,6 +52,7 @@ class Result:
                 "latents": list(picture.latents_sha256) if picture else [],
             },
             "sites": self.rows,
+            "cuda_graphs": self.graphs,
             "proof": None if self.proof is None else self.proof.to_json(),
         }
 
@@ -88,6 +90,7 @@ class Result:
 @click.option("--eager", is_flag=True, help="Do not apply samebits: diffusers alone.")
 @click.option("--host", is_flag=True, help="On the CPU, through kernels compiled for the CPU (needs a C++ compiler).")
 @click.option("--strict", is_flag=True, help="Stop at any fault of ours instead of going on with eager's result.")
+@click.option("--cuda-graphs", is_flag=True, help="Replay the denoiser from CUDA graphs, once its ops are verified.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 def generate(**values: Any) -> int:
     """Paint a picture with MODEL: a hub id, a local folder, or tiny-qwen-image (the default) or tiny-z-image."""
@@ -154,12 +157,13 @@ def _run(options: Options, result: Result, arguments: dict[str, Any]) -> None:
         eager = [run(name) for name in ("eager", "eager_again")[: 2 if options.prove else int(options.eager)]]
         if options.eager:
             return
-        handle = apply(pipeline, strict=options.strict, host=options.host)
+        handle = apply(pipeline, strict=options.strict, host=options.host, cuda_graphs=options.cuda_graphs)
         try:
             fused = run("fused")
         finally:
             result.report = handle.report()
             result.rows = result.report.to_json()
+            result.graphs = [row.to_json() for row in result.report.graphs]
             handle.remove()
         if options.prove:
             result.proof = prove(eager[0], eager[1], fused)

@@ -64,7 +64,9 @@ class FakeHandle:
 
     def report(self) -> Any:
         rows = [self.row]
-        return SimpleNamespace(rows=rows, to_json=lambda: [dict(vars(row)) for row in rows], __str__=lambda: "table")
+        return SimpleNamespace(
+            rows=rows, graphs=(), to_json=lambda: [dict(vars(row)) for row in rows], __str__=lambda: "table"
+        )
 
     def remove(self) -> None:
         self.removed += 1
@@ -81,7 +83,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Any = None, handle: FakeHandl
     """Put ``apply`` aside: the fused run is an eager run on whose denoiser ``change(pipeline)`` was let loose."""
     handle = handle or FakeHandle()
 
-    def apply(pipeline: DiffusionPipeline, *, strict: bool, host: bool) -> FakeHandle:
+    def apply(pipeline: DiffusionPipeline, *, strict: bool, host: bool, cuda_graphs: bool) -> FakeHandle:
         if change is not None:
             hook = change(pipeline)
             remove = handle.remove
@@ -136,7 +138,7 @@ def test_a_picture_with_its_report(tmp_path: Path, model: str, built: dict[str, 
 @pytest.mark.parametrize("model", tiny.NAMES)
 def test_the_json_is_what_the_documentation_says(tmp_path: Path, model: str) -> None:
     found = invoke_json(model, *QUICK, "--prove", "-o", "fox.png")
-    assert list(found) == ["model", "device", "output", "seconds", "sha256", "sites", "proof"]
+    assert list(found) == ["model", "device", "output", "seconds", "sha256", "sites", "cuda_graphs", "proof"]
     assert (found["model"], found["device"], found["output"]) == (model, "cpu", "fox.png")
     assert set(found["seconds"]) == {"load", "eager", "eager_again", "fused"}
     assert all(isinstance(value, float) for value in found["seconds"].values())
