@@ -40,24 +40,29 @@ COMPILED: Mapping[str, Mapping[str, Any]] = {
 class Switch:
     """Brings one model into the state that a variant needs: eager, compiled in some way, or with samebits applied.
 
-    All share one set of weights. Compiled blocks are kept aside while another variant runs.
+    All share one set of weights. What compilation and samebits put on the modules is taken off and put back as it is,
+    which takes no time: a variant that had to be applied anew for each turn would start on a card that has cooled.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
         self.handle: Handle | None = None
-        self._kept: list[Handle] = []
-        self._compiled: dict[str, dict[nn.Module, Any]] = {}
+        self._attributes: dict[str, dict[nn.Module, dict[str, Any]]] = {EAGER: {}}
         self._state = EAGER
 
     def compile(self, name: str, options: Mapping[str, Any]) -> None:
         """Mark the repeated blocks for compilation, which happens at their next call; the state is then ``name``."""
+        self._add(name, lambda: self.model.compile_repeated_blocks(fullgraph=True, **options))
+
+    def _add(self, name: str, change: Callable[[], object]) -> None:
+        """Let ``change`` put attributes on modules, and remember them as the state ``name``."""
         self.to(EAGER)
-        self.model.compile_repeated_blocks(fullgraph=True, **options)
-        self._compiled[name] = {
-            module: module._compiled_call_impl
-            for module in self.model.modules()
-            if module._compiled_call_impl is not None
+        before = {module: set(module.__dict__) for module in self.model.modules()}
+        change()
+        self._attributes[name] = {
+            module: added
+            for module, names in before.items()
+            if (added := {key: value for key, value in module.__dict__.items() if key not in names})
         }
         self._state = name
 
@@ -65,19 +70,27 @@ class Switch:
         """Bring the model into a state that is ``"eager"``, ``"ours"`` or the name of something compiled."""
         if state == self._state:
             return
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
-        for module in self._compiled.get(self._state, ()):
-            module.__dict__.pop("_compiled_call_impl", None)
+        for module, added in self._attributes[self._state].items():
+            for key in added:
+                module.__dict__.pop(key, None)
         self._state = EAGER
-        if state == OURS:
-            self.handle = apply(self.model)
-            self._kept[:] = [*self._kept[:1], self.handle]  # the first one's buffers may be in a captured graph
-        elif state != EAGER:
-            for module, call in self._compiled[state].items():
-                module._compiled_call_impl = call
+        if state == OURS and self.handle is None:
+            self._add(OURS, self._apply)
+        for module, added in self._attributes[state].items():
+            module.__dict__.update(added)
         self._state = state
+
+    def _apply(self) -> None:
+        self.handle = apply(self.model)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        if self.handle is not None:
+            self.to(OURS)
+            self.handle.remove()
+            self._attributes[OURS] = {}
+            self.handle = None
+        self.to(EAGER)
 
 
 @dataclass
@@ -137,7 +150,7 @@ def measure(denoiser: Denoiser, bench: Bench, ops: Sequence[Op], size: int, batc
             taken = contest.time(choice.rounds)
             contest.profile()
     finally:
-        contest.switch.to(EAGER)
+        contest.switch.close()
     wanted = [EAGER, *choice.compiled, OURS]
     if choice.graphs:
         wanted += [f"{name}_graph" for name in (EAGER, "compile", OURS, "floor") if name in wanted or name == "floor"]

@@ -195,13 +195,23 @@ def test_a_switch_goes_through_every_state_and_leaves_no_trace(denoiser: Denoise
     expected = denoiser.forward().clone()
     switch = Switch(denoiser.model)
     switch.compile("compile", FAST)
+    fused = 0
     for state in ("compile", "ours", "eager", "compile", "ours", "compile"):
         switch.to(state)
         found = set(traces(denoiser.model))
         assert found == {"compile": {"_compiled_call_impl"}, "ours": {"forward"}, "eager": set()}[state], state
         assert bits.compare(denoiser.forward(), expected) is None, state
+        now = switch.handle.report() if switch.handle is not None else None
+        counted = 0 if now is None else sum(row.fused + row.eager for row in now.rows)
+        assert (counted > fused) == (state == "ours"), "samebits must answer in its own state only"
+        fused = counted
     switch.to("eager")
     assert traces(denoiser.model) == []
+    switch.to("ours")
+    switch.close()
+    assert traces(denoiser.model) == []
+    assert not any("_samebits" in part.__dict__ for part in denoiser.model.modules())
+    apply(denoiser.model).remove()
 
 
 def test_turns_compile_nothing_again(denoiser: Denoiser, gate: small.KernelGate) -> None:
@@ -217,7 +227,7 @@ def test_turns_compile_nothing_again(denoiser: Denoiser, gate: small.KernelGate)
             switch.to(state)
             denoiser.forward()
     assert counters["stats"]["unique_graphs"] == before > 0
-    switch.to("eager")
+    switch.close()
 
 
 # Measuring.
@@ -564,7 +574,7 @@ WRONG_OP_ROW = OP_ROW | {"us_eager": None, "us_fused": None, "copy_share": None,
         (
             "ops",
             [OP_ROW, WRONG_OP_ROW],
-            "| `swiglu` | 1x4224x10240 | bfloat16 | equal | 1,000 | 100.0 | 20.0 | 5.00x | 85% |",
+            "| `swiglu` | 1x4224x10240 | bf16 | equal | 1,000 | 100.0 | 20.0 | 5.00x | 85% |",
         ),
         (
             "models",
