@@ -47,7 +47,7 @@ def _fill(model: nn.Module, widths: Iterable[int], seed: int) -> None:
             parameter.copy_(1 + 0.1 * noise)
 
 
-def _construct(build: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype) -> nn.Module:
+def construct(build: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Build a model directly on the device and in its dtype, with random weights from a fixed seed."""
     before = torch.get_default_dtype()
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def qwen_image(
     """Qwen-Image: 60 blocks of 24 x 128. ``side`` is the picture's side in tokens (64 for 1024 pixels)."""
     from diffusers import QwenImageTransformer2DModel
 
-    model: Any = _construct(
+    model: Any = construct(
         lambda: QwenImageTransformer2DModel(**{"in_channels": 64, "out_channels": 16, **config}), device, dtype
     )
     # The rotary tables are plain attributes computed while the model is built: here they would be on the device and
@@ -109,7 +109,7 @@ def z_image(
     """Z-Image: 2 + 2 refiner blocks and 30 layers of 30 x 128. ``side`` is the latents' side (128 for 1024 pixels)."""
     from diffusers import ZImageTransformer2DModel
 
-    model: Any = _construct(lambda: ZImageTransformer2DModel(**config), device, dtype)
+    model: Any = construct(lambda: ZImageTransformer2DModel(**config), device, dtype)
     generator = torch.Generator(device=device).manual_seed(2)
     for token in (model.x_pad_token, model.cap_pad_token):
         token.normal_(0.0, 0.02, generator=generator)

@@ -197,6 +197,9 @@ def _conclusions(timed: Timed) -> list[str]:
     if not timed.bits_equal:
         return ["DIFFERENT: samebits' picture has other pixels than eager's, so no time of it is shown."]
     told = [f"Every picture has eager's pixels; {timed.fused:,} calls fused, {timed.eager:,} eager."]
+    pixels = timed.runs["eager"].pixels
+    if bool((pixels == pixels[0, 0]).all()):
+        told.append("Note: the picture is of one colour, so that its pixels are equal says little.")
     seconds = {name: run.seconds for name, run in timed.runs.items()}
     told.append(f"samebits / eager: {seconds['samebits'] / seconds['eager']:.3f} of the time for a whole picture.")
     more = seconds["samebits, first"] - seconds["eager"]

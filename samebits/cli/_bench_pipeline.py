@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from samebits.cli._bench import leave, say
+
+if TYPE_CHECKING:
+    import torch
+
+    from samebits.loading import Source
+
+RANDOM = {"qwen-image": "QwenImagePipeline", "z-image": "ZImagePipeline"}
+"""Names of pipelines of real size with random weights, and their classes."""
+RANDOM_STEPS = 9
+"""Each step takes the same time, so few will do."""
 
 
 @click.command()
@@ -22,32 +33,35 @@ def pipeline(
 ) -> None:
     """A whole picture, eager and samebits: the share of text encoder, denoiser, VAE and the rest.
 
-    MODEL is a hub id, a local folder, tiny-qwen-image (the default) or tiny-z-image. What is left when the denoiser
-    is at its floor is to be seen here.
+    MODEL is a hub id, a local folder, qwen-image or z-image (real size, random weights, nothing to download; without
+    guidance), tiny-qwen-image (the default) or tiny-z-image. What is left when the denoiser is at its floor is to be
+    seen here.
     """
-    from samebits.loading import find
+    from samebits.loading import Source, find
 
-    source = find(model)
-    side, steps = size or source.side, steps or source.steps
+    random = model in RANDOM
+    source = Source(model, RANDOM[model], None, False, False, 16, 4096, 2) if random else find(model)
+    side, steps = size or source.side, steps or (RANDOM_STEPS if random else source.steps)
     source.check_size(side, side)
     source.check_steps(steps)
     import torch
 
     from samebits.bench import forwards, pictures
     from samebits.cli._screen import quiet
-    from samebits.loading import load
     from samebits.loading.device import find_device
 
     where = find_device(device)
     cuda = where.type == "cuda"
+    if random and not cuda:
+        raise click.UsageError(f"{model} has its real size and needs a GPU; tiny-{model} runs on a CPU.")
     wait = torch.cuda.synchronize if cuda else _nothing
     arguments = {"prompt": prompt, "width": side, "height": side, "num_inference_steps": steps}
     with quiet(False):
-        loaded = load(source, torch.bfloat16, where)
+        loaded = _build(model, where) if random else _load(source, where)
         loaded.set_progress_bar_config(disable=True)
         timed = pictures.measure(
             loaded,
-            {**arguments, **source.guidance(None, None)},
+            {**arguments, **source.guidance(0.0 if random else None, None)},
             seed,
             wait,
             lambda text: say(f"{model}: painting, {text}"),
@@ -70,6 +84,21 @@ def pipeline(
         elif source.embedded:
             click.echo("The embedded models are tiny: the shares say nothing about a real one.")
     leave(timed.bits_equal)
+
+
+def _load(source: Source, device: torch.device) -> Any:
+    import torch
+
+    from samebits.loading import load
+
+    return load(source, torch.bfloat16, device)
+
+
+def _build(model: str, device: torch.device) -> Any:
+    from samebits.bench import real
+
+    say(f"{model}: building, with random weights")
+    return real.build(model, device)
 
 
 def _nothing() -> None:

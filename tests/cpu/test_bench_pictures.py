@@ -16,7 +16,7 @@ from torch import nn
 
 from samebits import tiny
 from samebits.apply import apply
-from samebits.bench import pictures
+from samebits.bench import pictures, real
 from samebits.bench.pictures import Painted, Timed
 from samebits.cli import main
 
@@ -118,6 +118,71 @@ def test_the_table_tells_shares_and_what_the_first_picture_cost() -> None:
     assert "NOT within 3 s" in pictures.pictures_table(timed(first=13.5))
 
 
+def test_a_picture_of_one_colour_says_little() -> None:
+    assert "of one colour" in pictures.pictures_table(timed())
+    colourful = timed()
+    for run in colourful.runs.values():
+        run.pixels = torch.arange(12, dtype=torch.uint8).view(2, 2, 3)
+    assert "of one colour" not in pictures.pictures_table(colourful)
+
+
+SMALL_TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL_PARTS: dict[str, dict[str, Any]] = {
+    "z-image": {
+        "text": SMALL_TEXT | {"num_key_value_heads": 1, "head_dim": 16},
+        "transformer": {
+            "dim": 96,
+            "n_layers": 1,
+            "n_refiner_layers": 1,
+            "n_heads": 3,
+            "n_kv_heads": 3,
+            "cap_feat_dim": 32,
+            "axes_dims": [8, 12, 12],
+            "axes_lens": [1024, 512, 512],
+        },
+        "vae": {"block_out_channels": [8, 8, 8, 8], "layers_per_block": 1, "norm_num_groups": 4},
+    },
+    "qwen-image": {
+        "text": SMALL_TEXT
+        | {
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        },
+        "transformer": {
+            "num_layers": 1,
+            "attention_head_dim": 32,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 32,
+            "axes_dims_rope": (8, 12, 12),
+        },
+        "vae": {"base_dim": 8, "num_res_blocks": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("name", real.NAMES)
+def test_pipelines_with_random_weights_paint(name: str) -> None:
+    """The builders that a GPU runs at real size, with every part made small."""
+    made = real.build(name, torch.device("cpu"), torch.bfloat16, **SMALL_PARTS[name])
+    made.set_progress_bar_config(disable=True)
+    guidance = {"z-image": {"guidance_scale": 0.0}, "qwen-image": {"true_cfg_scale": 1.0}}[name]
+    painted = pictures.paint(
+        made, {"prompt": "x", "width": 32, "height": 32, "num_inference_steps": 2, **guidance}, 0, lambda: None
+    )
+    assert painted.pixels.shape == (32, 32, 3)
+    assert len(painted.pixels.unique()) > 1
+    assert len(painted.steps_ms) == 2
+    assert min(painted.parts[part] for part in pictures.PARTS[:3]) > 0
+    for part in (made.text_encoder, made.transformer, made.vae):
+        assert {parameter.dtype for parameter in part.parameters()} == {torch.bfloat16}
+        assert not part.training
+
+
+def test_an_unknown_pipeline_is_refused() -> None:
+    with pytest.raises(ValueError, match="qwen-image"):
+        real.build("flux", torch.device("cpu"))
+
+
 def test_no_time_of_ours_where_pixels_differ() -> None:
     wrong = timed(bits_equal=False)
     told = pictures.pictures_table(wrong)
@@ -172,6 +237,7 @@ def invoke(*arguments: str) -> Result:
         (("--steps", "1"), "at least 2 steps"),
         (("--steps", "0"), "--steps"),
         (("--device", "tpu"), "tpu"),
+        (("z-image", "--device", "cpu"), "needs a GPU"),
         (("--json", "--fast"), "--fast"),
     ],
 )
