@@ -1,0 +1,88 @@
+"""The benchmark of whole forwards and the profile, on two blocks of each family: every variant, graphs and floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from samebits.bench import chains, evidence, models, profile, trace, variants
+from samebits.bench.comparing import Bench
+from samebits.bench.models import Denoiser
+from samebits.bench.profile import Subject
+from samebits.bench.variants import Choice
+from samebits.ops import OPS
+
+pytestmark = pytest.mark.gpu
+
+BUILD: dict[str, Callable[[torch.device], Denoiser]] = {
+    "qwen-image": partial(models.qwen_image, num_layers=2),
+    "z-image": partial(models.z_image, n_layers=2, n_refiner_layers=1),
+}
+SIZE = 512
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=BUILD)
+def denoiser(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Denoiser]:
+    yield models.at_size(BUILD[request.param](device), SIZE)
+    variants.forget_compiled()
+    torch.cuda.empty_cache()
+
+
+def test_every_variant_of_a_forward(denoiser: Denoiser, device: torch.device) -> None:
+    outcome = variants.measure(denoiser, Bench.on(device), OPS, SIZE, 1, Choice(rounds=2))
+    rows = {row["variant"]: row for row in outcome.rows}
+    print(*outcome.rows, *outcome.notes, sep="\n")
+    assert list(rows) == list(evidence.VARIANTS)
+    for row in outcome.rows:
+        assert evidence.MODELS.problem(row) is None
+        assert row["ms"] is not None, row
+        assert row["launches"] > 0
+        assert row["ms_gemm"] > 0
+        assert row["ms_attention"] > 0
+    for name in ("eager", "eager_graph", "ours", "ours_graph"):
+        assert rows[name]["bits_equal"], name
+    assert rows["ours"]["launches"] < rows["eager"]["launches"]
+    assert rows["ours"]["ms_other"] < rows["eager"]["ms_other"]
+    # A replay launches what the forward launched, and the profiler must see inside it.
+    for name in ("eager", "compile", "ours"):
+        assert rows[f"{name}_graph"]["launches"] == pytest.approx(rows[name]["launches"], rel=0.05), name
+    floor = rows["floor_graph"]
+    assert floor["launches"] < rows["ours_graph"]["launches"]
+    assert floor["ms_other"] < 0.05 * floor["ms_gemm"]
+    assert floor["ms_gemm"] == pytest.approx(rows["eager"]["ms_gemm"], rel=0.25)
+
+
+def test_two_pictures_at_once(device: torch.device) -> None:
+    for name, build in BUILD.items():
+        denoiser = models.at_size(build(device), SIZE, 2)
+        outcome = variants.measure(denoiser, Bench.on(device), OPS, SIZE, 2, Choice((), rounds=1))
+        assert all(row["ms"] is not None for row in outcome.rows), (name, outcome.rows, outcome.notes)
+
+
+def test_a_profile_knows_operators_blocks_and_our_kernels(denoiser: Denoiser, device: torch.device) -> None:
+    subject = Subject(denoiser.name, denoiser.model, denoiser.forward)
+    found = profile.measure(subject, Bench.on(device), OPS, "here")
+    assert found.bits_equal
+    assert found.eager.counts["ours"] == 0
+    assert found.ours.counts["ours"] > 0
+    assert found.eager.counts["gemm"] > 0
+    assert found.eager.counts["attention"] >= len(subject.blocks)
+    assert found.calls.eager == 0, found.calls.reasons
+    assert found.floor_ms is not None
+    assert 0 < found.floor_ms < sum(found.ours.ms.values())
+    eager = trace.record(subject.forward, subject.blocks, cuda=True)
+    assert {launch.block for launch in eager} >= set(subject.blocks), "the ranges around blocks are missing"
+    known = [launch for launch in eager if launch.operator]
+    assert len(known) > 0.95 * len(eager), "launches are not tied to the operators that made them"
+    largest = chains.chains(eager)[0]
+    assert "*" in largest.where
+    assert len(largest.operators) > 1
