@@ -50,14 +50,11 @@ __device__ __forceinline__ Pair<Weight> weigh(float2 x, float r, Pair<Weight> we
 
 #ifndef VECTOR
 // ---------------------------------------------------------------------------------------------------------------------
-// Half precision, heads of 128: sixteen lanes a row, 16 bytes a lane, ROWS_AHEAD rows of each half warp in flight.
+// Half precision, heads of 128: sixteen lanes a row, 16 bytes a lane; a half warp has several rows in flight.
 //
 // A lane's eight elements are those of ATen's threads 2 * lane and 2 * lane + 1 (4-vectors), or of its thread `lane`
 // (NATIVE: 8-vectors). ATen's offsets 16, 8, 4, 2 are lane offsets 8, 4, 2, 1 here; its offset 1 stays in the lane.
 // ---------------------------------------------------------------------------------------------------------------------
-constexpr int ROWS_AHEAD = 4;
-constexpr int ROWS_PER_WARP = 2 * ROWS_AHEAD;
-
 __device__ __forceinline__ float sum_of_squares(const Vector<Element, 8>& v) {
   float2 f[4];
 #pragma unroll

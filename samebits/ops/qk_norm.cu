@@ -26,6 +26,9 @@ struct Rows {
 };
 
 #ifndef VECTOR
+constexpr int ROWS_AHEAD = 4;  // rows of each half warp in flight
+constexpr int ROWS_PER_WARP = 2 * ROWS_AHEAD;
+
 // grid (blocks, 2), block (32, WARPS)
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 heads_of_128(const Element* __restrict__ q, const Element* __restrict__ k, const Weight* __restrict__ q_weight,

@@ -8,8 +8,9 @@
 // Up to two streams take part, for Qwen-Image text and image: rows of the text come first in the joint buffers. Values are only
 // copied there. Heads are packed: head h of a token starts at h * HEAD_DIM.
 //
-// Macros: ELEMENT, WEIGHT, HEAD_DIM, REFERENCE as in qk_norm.cu; HEADS; IMAGE_COLUMNS, TEXT_COLUMNS, VECTOR ATen's geometry (not
-// defined for half precision and heads of 128).
+// Macros: ELEMENT, WEIGHT, HEAD_DIM, REFERENCE as in qk_norm.cu; HEADS; TENSORS 3, or 2 without values; for half precision and
+// heads of 128 HEADS_AHEAD, how many neighbouring heads a half warp takes, elsewhere IMAGE_COLUMNS, TEXT_COLUMNS, VECTOR, ATen's
+// geometry.
 
 #include "_numerics.cuh"
 
@@ -47,20 +48,21 @@ __device__ __forceinline__ Pair<Weight> rotate(Pair<Weight> n, float2 t) {
 }
 
 #ifndef VECTOR
-constexpr int ROWS_PER_BLOCK = WARPS * ROWS_PER_WARP;
+constexpr int ROWS_PER_BLOCK = WARPS * 2 * HEADS_AHEAD;
 #else
 constexpr int ROWS_PER_BLOCK = WARPS;
 #endif
 
-// The blocks of a launch take query, key and value of the image, then of the text; `block` becomes the block within them.
+// The blocks of a launch take query, key and value of the image, then of the text; `block` becomes the block within its tensor.
+// Without values there are none of the third kind.
 __device__ __forceinline__ int tensor_of(int& block, int rows, int text_rows) {
   const int blocks = (rows + ROWS_PER_BLOCK - 1) / ROWS_PER_BLOCK, text_blocks = (text_rows + ROWS_PER_BLOCK - 1) / ROWS_PER_BLOCK;
-  if (block < 3 * blocks) {
+  if (block < TENSORS * blocks) {
     const int tensor = block / blocks;
     block -= tensor * blocks;
     return tensor;
   }
-  block -= 3 * blocks;
+  block -= TENSORS * blocks;
   const int tensor = block / text_blocks;
   block -= tensor * text_blocks;
   return 3 + tensor;
@@ -92,40 +94,33 @@ qk_norm_rope(const Element* __restrict__ q, const Element* __restrict__ k, const
     case 4: s = Stream{text_k, text_k_weight, text_table, joint_k, text_rows, text_tokens, joint_tokens, text_k_sample_stride, text_k_token_stride, text_table_sample_stride}; break;
     default: s = Stream{text_v, nullptr, text_table, joint_v, text_rows, text_tokens, joint_tokens, text_v_sample_stride, text_v_token_stride, text_table_sample_stride}; break;
   }
-  if (s.x == nullptr) return;  // values that are already in place
   const bool is_value = s.weight == nullptr;
 
 #ifndef VECTOR
-  const int lane = threadIdx.x % 16, half = threadIdx.x / 16;
-  const int first = (block * WARPS + threadIdx.y) * ROWS_PER_WARP + half;
-  Vector<Element, 8> x[ROWS_AHEAD] = {};
+  // Neighbouring heads of one token: they share the token's place, its rotation and the weight.
+  const int lane = threadIdx.x % 16, group = (block * WARPS + threadIdx.y) * 2 + threadIdx.x / 16;
+  const bool is_there = group * HEADS_AHEAD < s.rows;  // every lane takes part in the shuffles below
+  const Place place = place_of(s, is_there ? group * HEADS_AHEAD : 0);
+  Vector<Element, 8> x[HEADS_AHEAD];
 #pragma unroll
-  for (int i = 0; i < ROWS_AHEAD; i++) {
-    const int row = first + 2 * i;
-    if (row < s.rows) x[i] = load<Element, 8>(place_of(s, row).x + lane * 8);
-  }
+  for (int i = 0; i < HEADS_AHEAD; i++) x[i] = load<Element, 8>(place.x + i * HEAD_DIM + lane * 8);
   if (is_value) {  // the weight has the element's type here
 #pragma unroll
-    for (int i = 0; i < ROWS_AHEAD; i++) {
-      const int row = first + 2 * i;
-      if (row < s.rows) store(reinterpret_cast<Element*>(place_of(s, row).y) + lane * 8, x[i]);
+    for (int i = 0; i < HEADS_AHEAD; i++) {
+      if (is_there) store(reinterpret_cast<Element*>(place.y) + i * HEAD_DIM + lane * 8, x[i]);
     }
     return;
   }
   const Vector<Weight, 4> w[2] = {load<Weight, 4>(s.weight + lane * 8), load<Weight, 4>(s.weight + lane * 8 + 4)};
+  Vector<float, 4> t[2];  // cos and sin of this lane's four pairs
 #pragma unroll
-  for (int i = 0; i < ROWS_AHEAD; i++) {
-    const int row = first + 2 * i;
+  for (int j = 0; j < 2; j++) t[j] = load<float, 4>(reinterpret_cast<const float*>(place.table + lane * 4 + j * 2));
+#pragma unroll
+  for (int i = 0; i < HEADS_AHEAD; i++) {
     Eight y = normalize(x[i], w, s.rows, eps);
-    if (row >= s.rows) continue;
-    const Place place = place_of(s, row);
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const Vector<float, 4> t = load<float, 4>(reinterpret_cast<const float*>(place.table + lane * 4 + j * 2));
-      y.pair[2 * j] = rotate(y.pair[2 * j], t.pair[0]);
-      y.pair[2 * j + 1] = rotate(y.pair[2 * j + 1], t.pair[1]);
-    }
-    store_eight(place.y + lane * 8, y);
+    for (int j = 0; j < 4; j++) y.pair[j] = rotate(y.pair[j], t[j / 2].pair[j % 2]);
+    if (is_there) store_eight(place.y + i * HEAD_DIM + lane * 8, y);
   }
 #else
   const int lane = threadIdx.x, row = block * WARPS + threadIdx.y;

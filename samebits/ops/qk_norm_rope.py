@@ -18,7 +18,6 @@ from samebits.ops._op import Args, Case, Launcher, Op, Outputs, Variant
 
 SOURCE = HERE / "qk_norm_rope.cu"
 _WARPS = 8
-_ROWS_PER_WARP = 8  # heads of 128: two half warps with four rows each
 _HALF = (torch.float16, torch.bfloat16)
 Maybe = torch.Tensor | None
 
@@ -145,6 +144,11 @@ def unsupported(
     return None
 
 
+def _heads_ahead(heads: int) -> int:
+    """How many neighbouring heads a half warp takes: a divisor of their number, six at best."""
+    return next(count for count in (6, 4, 5, 3, 2, 1) if heads % count == 0)
+
+
 def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -174,14 +178,18 @@ def prepare(
     }
     streams = [t for t in (q, k, v, text_q, text_k, text_v) if t is not None]
     if head_dim == 128 and q.dtype in _HALF and all(aligned(t, 8) for t in streams):
-        rows_per_block = _WARPS * _ROWS_PER_WARP
+        heads_ahead = _heads_ahead(heads)
+        constants["HEADS_AHEAD"] = heads_ahead
+        rows_per_block = _WARPS * 2 * heads_ahead
     else:
         rows_per_block = _WARPS
         plan, text_plan = qk_norm.head_plan(q, kind), qk_norm.head_plan(q if text_q is None else text_q, kind)
         if plan is None or text_plan is None:
             raise ValueError("qk_norm_rope has no plan for these arguments; ask `unsupported` first")
         constants |= {"IMAGE_COLUMNS": plan.columns, "TEXT_COLUMNS": text_plan.columns, "VECTOR": plan.vector}
-    blocks = 3 * (-(-rows // rows_per_block) + -(-text_rows // rows_per_block))
+    tensors = 2 if v is None else 3
+    constants["TENSORS"] = tensors
+    blocks = tensors * (-(-rows // rows_per_block) + -(-text_rows // rows_per_block))
     strides: dict[str, int] = {}
     for name, t in (("q", q), ("k", k), ("v", v), ("text_q", text_q), ("text_k", text_k), ("text_v", text_v)):
         strides[f"{name}_sample_stride"] = 0 if t is None else t.stride(0)
@@ -297,13 +305,13 @@ CASES = (
 
 def _variant(element: str, weight: str, head_dim: int, kind: str, **geometry: int) -> Variant:
     constants: dict[str, int | str] = {"ELEMENT": element, "WEIGHT": weight, "HEAD_DIM": head_dim, "HEADS": 24}
-    return "qk_norm_rope", constants | {"REFERENCE": qk_norm.KINDS[kind]} | geometry, True
+    return "qk_norm_rope", constants | {"REFERENCE": qk_norm.KINDS[kind], "TENSORS": 3} | geometry, True
 
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (
-    _variant("__nv_bfloat16", "__nv_bfloat16", 128, "diffusers"),
-    _variant("__half", "__half", 128, "native"),
-    _variant("__nv_bfloat16", "float", 128, "diffusers"),
+    _variant("__nv_bfloat16", "__nv_bfloat16", 128, "diffusers", HEADS_AHEAD=6),
+    _variant("__half", "__half", 128, "native", HEADS_AHEAD=4),
+    _variant("__nv_bfloat16", "float", 128, "diffusers", HEADS_AHEAD=1, TENSORS=2),
     _variant("float", "float", 72, "diffusers", IMAGE_COLUMNS=32, TEXT_COLUMNS=64, VECTOR=1),
     _variant("__nv_bfloat16", "__nv_bfloat16", 64, "torch", IMAGE_COLUMNS=64, TEXT_COLUMNS=64, VECTOR=4),
 )
