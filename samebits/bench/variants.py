@@ -58,13 +58,15 @@ class Switch:
         """Let ``change`` put attributes on modules, and remember them as the state ``name``."""
         self.to(EAGER)
         before = {module: set(module.__dict__) for module in self.model.modules()}
-        change()
-        self._attributes[name] = {
-            module: added
-            for module, names in before.items()
-            if (added := {key: value for key, value in module.__dict__.items() if key not in names})
-        }
-        self._state = name
+        try:
+            change()
+        finally:  # what a change that failed half-way has put there comes off again too
+            self._attributes[name] = {
+                module: added
+                for module, names in before.items()
+                if (added := {key: value for key, value in module.__dict__.items() if key not in names})
+            }
+            self._state = name
 
     def to(self, state: str) -> None:
         """Bring the model into a state that is ``"eager"``, ``"ours"`` or the name of something compiled."""
@@ -292,10 +294,15 @@ class Contest:
         """Count every variant's launches and their time by class. On a CPU there is nothing to count."""
         if self.bench.device.type != "cuda":
             return
-        for lane in self.lanes.values():
-            self._ready(lane)
-            events = launches.owned(launches.events_of(lane.body, PROFILED_RUNS))
-            lane.account = launches.account(events, self.names, PROFILED_RUNS)
+        for name, lane in self.lanes.items():
+            try:
+                self._ready(lane)
+                events = launches.owned(launches.events_of(lane.body, PROFILED_RUNS))
+                if not events:
+                    raise RuntimeError("the profiler saw nothing on the GPU; is another profiler attached to it?")
+                lane.account = launches.account(events, self.names, PROFILED_RUNS)
+            except Exception as error:  # the times are there, and not worth losing
+                self.outcome.notes.append(f"{name} was not profiled: {said(error)}")
 
     def time(self, rounds: int) -> dict[str, float]:
         """Median ms of every variant, in turns; then those that claim bits are compared once more."""

@@ -214,6 +214,37 @@ def test_a_switch_goes_through_every_state_and_leaves_no_trace(denoiser: Denoise
     apply(denoiser.model).remove()
 
 
+def test_a_change_that_fails_half_way_leaves_no_trace(denoiser: Denoiser) -> None:
+    switch = Switch(denoiser.model)
+
+    def change() -> None:
+        denoiser.blocks[0].compile(**FAST)
+        raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        switch._add("compile", change)
+    assert traces(denoiser.model) == ["_compiled_call_impl"]
+    switch.to("eager")
+    assert traces(denoiser.model) == []
+
+
+def test_a_profiler_that_fails_costs_no_time_that_was_taken(
+    denoiser: Denoiser, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = Outcome()
+    contest = variants.Contest(denoiser, Bench(torch.device("cuda"), bench.stopwatch, 1, print), OPS, outcome)
+    contest.lanes = {"eager": variants.Lane(denoiser.forward, "eager", True), "none": variants.Lane(print, None, True)}
+    answers = iter([[("nvjet", 5.0)] * 6, []])
+    monkeypatch.setattr(launches, "events_of", lambda body, runs: next(answers))
+    contest.profile()
+    assert contest.lanes["eager"].account is not None
+    assert contest.lanes["eager"].account.total == 2
+    assert contest.lanes["none"].account is None
+    assert outcome.notes == [
+        "none was not profiled: RuntimeError: the profiler saw nothing on the GPU; is another profiler attached to it?"
+    ]
+
+
 def test_turns_compile_nothing_again(denoiser: Denoiser, gate: small.KernelGate) -> None:
     from torch._dynamo.utils import counters
 
