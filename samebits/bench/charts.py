@@ -58,8 +58,12 @@ def ops_chart(rows: Iterable[Row], path: Path) -> Path | None:
     bars = left.barh(
         [p + 0.2 for p in places], [row["us_fused"] for row in timed], 0.4, color=COLOURS["ours"], label="samebits"
     )
-    left.bar_label(bars, [f"{row['us_eager'] / row['us_fused']:.1f}x" for row in timed], padding=3, fontsize=8)
+    marks = [f"{row['us_fused']:.1f} us, {row['us_eager'] / row['us_fused']:.1f}x" for row in timed]
+    left.bar_label(bars, marks, padding=3, fontsize=8)
     left.set_xscale("log")
+    left.set_xlim(left=1)
+    left.xaxis.set_major_formatter("{x:g}")
+    left.xaxis.set_minor_formatter("")
     left.set_xlabel("microseconds a call (bits equal in every row)")
     left.set_yticks(list(places), labels, fontsize=8)
     left.invert_yaxis()
