@@ -48,7 +48,7 @@ def interception() -> str | None:
 
     Tracers, functorch transforms and dispatch modes see every torch call. A kernel launched beside torch would be
     invisible to them, so inside one the reference must run. A default device is no such thing: it only adds a
-    ``device=`` to factory calls.
+    ``device=`` to factory calls. A function mode of ours says so of itself by ``sees_only_factories``.
     """
     if torch.compiler.is_compiling():
         return "torch.compile or torch.export is tracing"
@@ -60,7 +60,7 @@ def interception() -> str | None:
         return "a torch dispatch mode is active"
     if torch._C._len_torch_function_stack() > 0:
         for mode in _modes():
-            if type(mode) is not DeviceContext:
+            if type(mode) is not DeviceContext and not getattr(mode, "sees_only_factories", False):
                 return "a torch function mode is active"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation is active"

@@ -14,7 +14,7 @@ from samebits import bits
 from samebits.graphs.calls import Call, Output, Static, read, refill
 from samebits.graphs.cuda import Backend, Pool, Recording
 from samebits.graphs.model_state import ModelState
-from samebits.graphs.recorder import Recorder
+from samebits.graphs.recorder import HostConstants, Recorder
 
 Forward = Callable[..., Any]
 
@@ -46,6 +46,7 @@ class Watched:
     result: Any
     output: Output
     kept: tuple[Any, ...]
+    constants: HostConstants
 
 
 def watch(forward: Forward, call: Call, args: Any, kwargs: Any, state: ModelState, backend: Backend) -> Watched:
@@ -67,7 +68,8 @@ def watch(forward: Forward, call: Call, args: Any, kwargs: Any, state: ModelStat
     random_state = backend.random_state(device)
     weights = state.versions()
     given = refill((args, kwargs), iter(views))
-    with Recorder(backend.place.device_type, [*state.tensors(), *views]) as recorder:
+    constants = HostConstants(backend.place.device_type)
+    with constants, Recorder(backend.place.device_type, [*state.tensors(), *views]) as recorder:
         result = forward(*given[0], **given[1])
 
     # The copies are strided and aligned as the originals, so they have the same key.
@@ -89,11 +91,13 @@ def watch(forward: Forward, call: Call, args: Any, kwargs: Any, state: ModelStat
         reason = "the forward draws random numbers"
     elif state.change() is not None or state.versions() != weights:
         reason = f"the forward changes the model ({state.change() or 'a weight was written'})"
+    elif reason is None and constants.written():
+        reason = "the forward writes to a tensor that it made from numbers on the host"
     elif reason is None and recorder.keeps(output.leaves):
         reason = "the forward keeps a tensor that it made for later"
     if reason is not None:
         raise Unfit(reason, result)
-    return Watched(statics, result, output, recorder.kept)
+    return Watched(statics, result, output, recorder.kept, constants)
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
@@ -109,7 +113,12 @@ def capture(forward: Forward, watched: Watched, args: Any, kwargs: Any, state: M
         The replay gave something else.
     """
     given = refill((args, kwargs), iter([static.view for static in watched.statics]))
-    recording, value = pool.record(lambda: forward(*given[0], **given[1]))
+
+    def run() -> Any:
+        with watched.constants.played():
+            return forward(*given[0], **given[1])
+
+    recording, value = pool.record(run)
     try:
         graph = Graph(recording, pool, state, watched, Output(value))
         del value
@@ -147,7 +156,7 @@ class Graph:
         self._recording = recording
         self._statics = watched.statics
         self._output = output
-        self._kept = watched.kept  # only to keep it alive
+        self._kept = (watched.kept, watched.constants)  # only to keep them alive
         self._follows = [False] * len(watched.statics)
         self._marks: list[Any] = [None] * len(watched.statics)
 

@@ -94,7 +94,7 @@ class CudaBackend:
     place = Place("cuda", 256)
 
     def capturing(self) -> bool:
-        return bool(_cuda.is_current_stream_capturing())
+        return capture.capturing_here()
 
     def capturing_anywhere(self) -> bool:
         return capture.capturing_here() or capture.capturing_anywhere()

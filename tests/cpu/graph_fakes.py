@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samebits.graphs.calls import Place
@@ -39,6 +40,18 @@ def aliased(value: Any) -> Any:
     return {name: aliased(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
+NOT_PERMITTED = "operation not permitted when stream is capturing"
+
+
+class NoCopiesFromTheHost(TorchFunctionMode):
+    """Numbers on the host cannot become a tensor on the GPU during a capture."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.tensor, torch.as_tensor):
+            raise RuntimeError(NOT_PERMITTED)
+        return func(*args, **(kwargs or {}))
+
+
 class Tape(TorchDispatchMode):
     """Records calls, and plays them again."""
 
@@ -49,7 +62,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise RuntimeError(NOT_PERMITTED)
         kept = aliased((args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         given = {memory_of(tensor) for tensor in tensors_in(kept)}
@@ -91,7 +104,7 @@ class TapePool:
         self.backend.attempts += 1
         if self.backend.error is not None:
             raise self.backend.error
-        with self.backend.kind() as tape:
+        with NoCopiesFromTheHost(), self.backend.kind() as tape:
             result = run()
         self.backend.tapes.append(tape)
         return tape, result
