@@ -187,6 +187,11 @@ OP = Op(
     allocate=allocate,
     bytes_moved=bytes_moved,
     cases=CASES,
-    sources=(SOURCE, HERE / "_numerics.cuh", HERE / "gated_residual.py"),
+    sources=(
+        SOURCE,
+        HERE / "_numerics.cuh",
+        HERE / "gated_residual.py",
+        HERE / "_layout.py",
+    ),
     headline=tuple(case.name for case in CASES[:2]),
 )

@@ -197,6 +197,7 @@ OP = Op(
         HERE / "_layer_norm.cuh",
         HERE / "_numerics.cuh",
         HERE / "gated_residual_norm_modulate.py",
+        HERE / "_layout.py",
         HERE / "gated_residual.py",
         HERE / "layer_norm_modulate.py",
     ),

@@ -240,12 +240,13 @@ OP = Op(
     cases=CASES,
     sources=(
         SOURCE,
-        HERE / "_row_sum.cuh",
         HERE / "_numerics.cuh",
+        HERE / "_row_sum.cuh",
         HERE / "gated_residual_rms_norm.py",
-        HERE / "rms_norm_scale.py",
-        HERE / "_reduce_plan.py",
         HERE / "_layout.py",
+        HERE / "_reduce_plan.py",
+        HERE / "qk_norm.py",
+        HERE / "rms_norm_scale.py",
     ),
     headline=tuple(case.name for case in CASES[:3]),
 )

@@ -202,6 +202,12 @@ OP = Op(
     allocate=allocate,
     bytes_moved=bytes_moved,
     cases=CASES,
-    sources=(SOURCE, HERE / "_layer_norm.cuh", HERE / "_numerics.cuh", HERE / "layer_norm_modulate.py"),
+    sources=(
+        SOURCE,
+        HERE / "_layer_norm.cuh",
+        HERE / "_numerics.cuh",
+        HERE / "layer_norm_modulate.py",
+        HERE / "_layout.py",
+    ),
     headline=(*(f"1x{tokens}x3072" for tokens in (128, 512, 2048, 4096, 4608)), "1x4096x4096", "1x4096x3072 indexed"),
 )

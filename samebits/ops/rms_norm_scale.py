@@ -212,11 +212,12 @@ OP = Op(
     cases=CASES,
     sources=(
         SOURCE,
-        HERE / "_row_sum.cuh",
         HERE / "_numerics.cuh",
+        HERE / "_row_sum.cuh",
         HERE / "rms_norm_scale.py",
-        HERE / "_reduce_plan.py",
         HERE / "_layout.py",
+        HERE / "_reduce_plan.py",
+        HERE / "qk_norm.py",
     ),
     headline=tuple(case.name for case in CASES[:3]),
 )
