@@ -27,11 +27,14 @@ class Unfit(Exception):
     results : tuple
         The result of the call as the only element, or nothing where the call has to be made again: it did something to
         its arguments, and what it was given while it was watched were copies.
+    may_pass : bool
+        Whether a later call may be another matter.
     """
 
-    def __init__(self, reason: str, *results: Any) -> None:
+    def __init__(self, reason: str, *results: Any, may_pass: bool = False) -> None:
         super().__init__(reason)
         self.results = results
+        self.may_pass = may_pass
 
 
 class OtherBits(Exception):
@@ -84,13 +87,14 @@ def watch(forward: Forward, call: Call, args: Any, kwargs: Any, state: ModelStat
         raise Unfit(f"the forward returns {error}", result) from None
     if recorder.gave_back(output.leaves):
         raise Unfit("the forward returns memory that was there before")
+    change = state.change() or ("a weight was written" if state.versions() != weights else None)
+    if change is not None:
+        raise Unfit(f"the forward changes the model ({change})", result, may_pass=True)
     reason = recorder.reason
     if not output.leaves:
         reason = "the forward returns no tensor"
     elif any(map(_differ, random_state, backend.random_state(device))):
         reason = "the forward draws random numbers"
-    elif state.change() is not None or state.versions() != weights:
-        reason = f"the forward changes the model ({state.change() or 'a weight was written'})"
     elif reason is None and constants.written():
         reason = "the forward writes to a tensor that it made from numbers on the host"
     elif reason is None and recorder.keeps(output.leaves):

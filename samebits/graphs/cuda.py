@@ -213,7 +213,10 @@ class CudaPool:
     def bytes(self) -> int:
         if self._handle is None:
             return 0
-        return sum(int(segment["total_size"]) for segment in _cuda.memory_snapshot(self._handle))
+        try:
+            return sum(int(segment["total_size"]) for segment in _cuda.memory_snapshot(self._handle))
+        except RuntimeError:  # an allocator that does not tell
+            return 0
 
     def close(self) -> None:
         with _streams_lock:

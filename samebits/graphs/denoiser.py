@@ -43,6 +43,7 @@ from samebits.graphs.row import (
     GRADIENTS,
     NO_MEMORY,
     NO_ROOM,
+    OTHER_REASONS,
     UNSETTLED,
     GraphRow,
 )
@@ -54,6 +55,8 @@ ATTEMPTS = 3
 """Captures of one key that may fail before it stays plain. Running out of memory does not count."""
 LONGEST_WAIT = 1024
 LONGEST_REST = 64
+REASON_LIMIT = 64
+"""Different reasons that are counted by name; the rest are counted together."""
 SETTLED_REPLAYS = 4
 """After so many replays of a graph its model counts as one that stays as it is."""
 
@@ -95,6 +98,11 @@ class _Seen:
         self.waiting_for = reason
         self.wait_calls = min(1 << self.waits, LONGEST_WAIT)
         self.waits += 1
+
+
+def _summary(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 class DenoiserGraphs:
@@ -141,7 +149,9 @@ class DenoiserGraphs:
         self._original: Callable[..., Any] = model.forward
         # Reentrant, because the thread that is inside may run out of memory, or be interrupted by a signal handler.
         self._lock = threading.RLock()
-        self._inside = self._closed = False
+        self._closed = False
+        self._inside: int | None = None
+        """The thread whose call is being answered."""
         self._graphs: OrderedDict[Key, Graph] = OrderedDict()
         self._seen: OrderedDict[Key, _Seen] = OrderedDict()
         self._pool: Pool | None = None
@@ -155,6 +165,8 @@ class DenoiserGraphs:
         self._replayed = self._captured = 0
         self._reasons: Counter[str] = Counter()
         self._count_lock = threading.Lock()
+        self._theirs: BaseException | None = None
+        """What the denoiser's own forward raised while this thread is inside."""
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that answers for ``original``, the denoiser's own forward."""
@@ -193,15 +205,22 @@ class DenoiserGraphs:
         if not self._lock.acquire(blocking=False):
             return self._plain(BUSY, args, kwargs)
         try:
-            if self._inside:  # the forward called itself, or a signal handler did
+            if self._inside is not None:  # the forward called itself, or a signal handler did
                 return self._plain(BUSY, args, kwargs)
-            self._inside = True
+            self._inside = threading.get_ident()
             try:
                 return self._answer(call, args, kwargs)
+            except Exception as error:
+                if self.strict or error is self._theirs:
+                    raise
+                fault = f"a fault of samebits: {_summary(error)}"
+                _log.exception("samebits: %s runs without CUDA graphs from now on, because of %s", self.name, fault)
             finally:
-                self._inside = False
+                self._inside, self._theirs = None, None
                 if self._closed:
                     self._drop_all()
+            self.close()
+            return self._plain(fault, args, kwargs)
         finally:
             self._lock.release()
 
@@ -220,7 +239,7 @@ class DenoiserGraphs:
     def _plain(self, reason: str, args: Any, kwargs: Any) -> Any:
         """Run the denoiser's own forward and count why. What it raises is the caller's own."""
         try:
-            result = self._original(*args, **kwargs)
+            result = self._run(args, kwargs)
         except torch.OutOfMemoryError:
             if not self._graphs or not self._drop_if_free(inside_too=True):
                 raise
@@ -228,13 +247,22 @@ class DenoiserGraphs:
             self._count(reason)
             return result
         # Only here is the failed call's memory free again, and what the graphs held too.
-        result = self._original(*args, **kwargs)
+        result = self._run(args, kwargs)
         self._count(reason)
         return result
 
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._original(*args, **kwargs)
+        except Exception as error:
+            if self._inside == threading.get_ident():
+                self._theirs = error
+            raise
+
     def _count(self, reason: str) -> None:
         with self._count_lock:
-            self._reasons[reason] += 1
+            known = reason in self._reasons or len(self._reasons) < REASON_LIMIT
+            self._reasons[reason if known else OTHER_REASONS] += 1
 
     def _answer(self, call: Call, args: Any, kwargs: Any) -> Any:
         if self._graphs:
@@ -299,13 +327,15 @@ class DenoiserGraphs:
                 self._rest(state.obstacle)
                 return self._plain(state.obstacle, args, kwargs)
             self._state = state
-        while len(self._graphs) >= self.max_graphs:
-            self._evict()
         results: tuple[Any, ...] = ()
         try:
             watched = watch(self._original, call, args, kwargs, state, self._backend)
         except Unfit as unfit:
-            seen.refused, results = str(unfit), unfit.results
+            results = unfit.results
+            if unfit.may_pass:
+                self._fail(seen, str(unfit))
+            else:
+                seen.refused = str(unfit)
         except Exception as error:
             # Perhaps the caller's own mistake: then the plain call says so.
             self._give_way(seen, error)
@@ -324,6 +354,8 @@ class DenoiserGraphs:
         """Make a graph of a call that was watched, or write down why there is none."""
         device = call.leaves[0].device
         try:
+            while len(self._graphs) >= self.max_graphs:
+                self._evict()
             if self._pool is None:
                 self._pool = self._backend.pool(device)
             before = self._gate.unsettled()
@@ -371,11 +403,12 @@ class DenoiserGraphs:
             self._drop_all()
             seen.wait(NO_MEMORY)
             return
-        seen.failures += 1
-        lines = str(error).strip().splitlines() or [""]
-        reason = f"capturing it raised {type(error).__name__}: {lines[0]}"
         if self.strict and not isinstance(error, RuntimeError):  # RuntimeErrors are CUDA's way to say no
             raise error
+        self._fail(seen, f"capturing it raised {_summary(error)}")
+
+    def _fail(self, seen: _Seen, reason: str) -> None:
+        seen.failures += 1
         if seen.failures < ATTEMPTS:
             seen.wait(f"{reason}, will be tried again")
         else:
@@ -434,7 +467,7 @@ class DenoiserGraphs:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._inside and not inside_too:
+            if self._inside is not None and not inside_too:
                 return False
             self._drop_all()
             return True

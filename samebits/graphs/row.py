@@ -17,6 +17,7 @@ FIRST = "first call with such arguments"
 GRADIENTS = "gradients are on"
 NO_MEMORY = "out of memory, will be tried again"
 NO_ROOM = "its graph made room for others, will be captured again"
+OTHER_REASONS = "other reasons"
 UNSETTLED = "ops are still being compared for such arguments"
 
 

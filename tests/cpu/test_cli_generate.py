@@ -265,7 +265,9 @@ def test_strict_and_host_reach_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     invoke_json(*QUICK, "-o", "a.png", "--strict")
     invoke_json("--size", "64x64", "--steps", "2", "-o", "b.png", "--host")
-    assert asked == [{"strict": True, "host": False}, {"strict": False, "host": True}]
+    invoke_json("--size", "64x64", "--steps", "2", "-o", "c.png", "--cuda-graphs")
+    off = {"strict": False, "host": False, "cuda_graphs": False}
+    assert asked == [off | {"strict": True}, off | {"host": True}, off | {"cuda_graphs": True}]
 
 
 def test_the_prompt_comes_from_a_file_too(tmp_path: Path) -> None:
@@ -415,3 +417,23 @@ def test_interrupting_a_run_is_clean(tmp_path: Path) -> None:
     assert done.returncode == 130
     assert done.stderr.strip() == "samebits: interrupted"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("model", tiny.NAMES)
+def test_cuda_graphs_without_a_gpu_are_told_about(model: str) -> None:
+    found = invoke_json(model, *QUICK, "--cuda-graphs", "-o", "a.png")
+    (row,) = found["cuda_graphs"]
+    assert row["model"] == "transformer"
+    assert (row["replayed"], row["graphs"]) == (0, 0)
+    assert row["plain"] >= 2
+    (reason,) = row["reasons"]
+    assert "is a tensor on cpu, not on cuda" in reason
+    assert invoke_json(model, *QUICK, "-o", "b.png")["cuda_graphs"] == []
+    told = invoke(model, *QUICK, "--cuda-graphs", "-o", "c.png").stdout
+    assert "cuda graph of transformer: replayed 0, plain" in told
+
+
+def test_cuda_graphs_and_eager_exclude_each_other() -> None:
+    done = invoke("--eager", "--cuda-graphs")
+    assert done.exit_code == 2
+    assert "--eager and --cuda-graphs exclude each other" in done.stderr

@@ -655,6 +655,38 @@ def test_a_forward_that_changes_the_model() -> None:
         for _ in range(4):
             setup.model(x_of(0))
     assert [r for r in setup.graphs.row.reasons if r.startswith("the forward changes the model (Toy changed)")]
+    setup.model.last = lambda x, prompts: (x + 1,)
+    with torch.no_grad():
+        for seed in range(12):
+            setup.model(x_of(seed))
+    assert setup.graphs.row.replayed > 0
+
+
+def test_a_fault_of_ours_never_reaches_the_caller(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise KeyError("oh")
+
+    setup, strict = Setup(), Setup(strict=True)
+    for one in (setup, strict):
+        one.warm()
+    monkeypatch.setattr(ModelState, "change", broken)
+    assert setup.calls(1, 2) == ["a fault of samebits: KeyError: 'oh'", CLOSED]
+    assert not setup.backend.live
+    assert "runs without CUDA graphs from now on" in caplog.text
+    with pytest.raises(KeyError), torch.no_grad():
+        strict.model(x_of(1))
+
+
+def test_reasons_are_counted_by_name_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(denoiser, "REASON_LIMIT", 3)
+    setup = Setup()
+    for number in range(6):
+        setup.gate.reason = f"reason {number}"
+        with torch.no_grad():
+            setup.model(x_of(0))
+    assert setup.graphs.row.reasons == {"reason 0": 1, "reason 1": 1, "reason 2": 1, "other reasons": 3}
 
 
 def test_memory_that_a_forward_reads_stays_as_long_as_its_graph() -> None:
