@@ -103,11 +103,12 @@ template <class E, int N> __device__ __forceinline__ void store_shared(E* p, Vec
 __device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, expf(-x))); }
 
 // `F.gelu(approximate="tanh")`: 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))), the inner sum an FMA.
-__device__ __forceinline__ float gelu_tanh(float x) {
+__device__ __forceinline__ float one_plus_gelu_tanh(float x) {
   const float cube = __fmul_rn(__fmul_rn(x, x), x);
   const float inner = __fmul_rn(0.79788456080286535588f, __fmaf_rn(0.044715f, cube, x));
-  return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(inner)));
+  return __fadd_rn(1.0f, tanhf(inner));
 }
+__device__ __forceinline__ float gelu_tanh(float x) { return __fmul_rn(__fmul_rn(0.5f, x), one_plus_gelu_tanh(x)); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows in shared memory. A row is read twice, for its statistics and for its result, and the two want different shapes:

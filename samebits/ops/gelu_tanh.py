@@ -1,6 +1,7 @@
 """GELU in its tanh form, one eager kernel: fp32 inside, one rounding to the element type at the end.
 
-Nothing is fused yet; eager's kernel is replaced by one that moves memory in wider steps.
+Nothing is fused; eager's kernel is replaced by one that moves memory in wider steps and, for many bf16 elements, looks
+the tanh up in a table of every bf16 value for which it matters. See ``gelu_tanh.cu``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from samebits.ops._op import Args, Case, Launcher, Op, Variant
 
 SOURCE = HERE / "gelu_tanh.cu"
 _THREADS = 256
+_TABLE_THREADS, _TABLE_BLOCKS = 1024, 2  # in a block, and as many blocks as a multiprocessor holds
+TABLE_FROM = 1 << 20
+"""From how many bf16 elements on filling a table in every block costs less than it saves."""
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:
@@ -32,13 +36,23 @@ def unsupported(x: torch.Tensor) -> str | None:
     return None
 
 
+def _multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the device has; a CPU stands for one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def prepare(x: torch.Tensor) -> Launcher:
     """Compile the kernel for x's signature and plan its launch."""
-    wide = 16 // x.element_size()
-    elements = x.numel()
-    bound = jit.compile(SOURCE, "gelu_tanh_kernel", {"ELEMENT": CTYPES[x.dtype], "WIDE": wide}, x.device).bind(
-        (-(-elements // (wide * _THREADS)), 1, 1), (_THREADS, 1, 1), 0, elements=elements
-    )
+    elements, wide = x.numel(), 16 // x.element_size()
+    if x.dtype == torch.bfloat16 and elements >= TABLE_FROM:
+        # Blocks that stay, one vector after another: each fills the table once.
+        blocks = min(_TABLE_BLOCKS * _multiprocessors(x.device), -(-elements // (wide * _TABLE_THREADS)))
+        kernel = jit.compile(SOURCE, "gelu_tanh_by_table", {"ELEMENT": CTYPES[x.dtype]}, x.device)
+        bound = kernel.bind((blocks, 1, 1), (_TABLE_THREADS, 1, 1), 0, elements=elements)
+    else:
+        constants: dict[str, int | str] = {"ELEMENT": CTYPES[x.dtype], "WIDE": wide}
+        kernel = jit.compile(SOURCE, "gelu_tanh_direct", constants, x.device)
+        bound = kernel.bind((-(-elements // (wide * _THREADS)), 1, 1), (_THREADS, 1, 1), 0, elements=elements)
     shape, dtype, device, device_index, empty = x.shape, x.dtype, x.device, x.device.index or 0, torch.empty
 
     def launch(x: torch.Tensor, *, out: tuple[torch.Tensor, ...] | None = None) -> torch.Tensor:
@@ -67,27 +81,34 @@ def _case(shape: tuple[int, ...], dtype: torch.dtype, amplitude: float = 1.0) ->
     return Case(name, dtype, shape[0] * shape[1], build)
 
 
-def _every_value(dtype: torch.dtype) -> Case:
+def _every_value(dtype: torch.dtype, times: int = 1, more: int = 0) -> Case:
     def build(device: torch.device, seed: int) -> Args:
-        return (torch.arange(65536, device=device, dtype=torch.int32).to(torch.int16).view(dtype),)
+        values = torch.arange(times * 65536 + more, device=device, dtype=torch.int32).to(torch.int16).view(dtype)
+        return (values,)
 
-    return Case("every value", dtype, 1, build)
+    name = "every value" + (f" {times} times and {more} more" if times > 1 else "")
+    return Case(name, dtype, 1, build)
 
 
 CASES = (
     _case((1, 4096, 12288), torch.bfloat16),
     _case((1, 128, 12288), torch.bfloat16),
     _every_value(torch.bfloat16),
+    _every_value(torch.bfloat16, TABLE_FROM // 65536, more=5),
     _every_value(torch.float16),
     *(_case((1, 17, width), dtype) for width in (1, 5, 1000) for dtype in CTYPES if dtype.is_floating_point),
     *(_case((1, 64, 1024), torch.float32, amplitude) for amplitude in (1e-3, 4.0, 40.0)),
 )
 
-COMPILE_VARIANTS: tuple[Variant, ...] = tuple(
-    ("gelu_tanh_kernel", {"ELEMENT": element, "WIDE": wide}, True)
-    for element, wide in (("__nv_bfloat16", 8), ("__half", 8), ("float", 4))
+COMPILE_VARIANTS: tuple[Variant, ...] = (
+    ("gelu_tanh_direct", {"ELEMENT": "__nv_bfloat16", "WIDE": 8}, True),
+    ("gelu_tanh_direct", {"ELEMENT": "__half", "WIDE": 8}, True),
+    ("gelu_tanh_direct", {"ELEMENT": "float", "WIDE": 4}, True),
+    ("gelu_tanh_by_table", {"ELEMENT": "__nv_bfloat16"}, True),
 )
-"""Kernel, constants, and whether an FMA is owed (ATen's inner sum is one, CUDA's own tanhf is made of them)."""
+"""Kernel, constants, and whether an FMA is owed (ATen's inner sum is one)."""
+CUDA_FUNCTION = "tanhf"
+"""CUDA's own function that the kernels call; the approximate instructions inside it are ATen's as well."""
 
 OP = Op(
     name="gelu_tanh",

@@ -13,6 +13,15 @@ _NARROWING = [[narrow, wide] for wide in ("f32", "f64") for narrow in ("f16", "b
 _PACKED_CONSTANTS = ("0x3f803f80U", "0x80008000U", "0x3C003C00U")
 """1.0 twice and -0.0 twice, as cuda_bf16.h and cuda_fp16.h write them: with these an FMA is a sum or a product."""
 
+APPROXIMATE = frozenset({"rsqrt.approx.f32"})
+"""Approximate instructions that ATen's kernels use by themselves."""
+INSIDE_CUDA_FUNCTIONS = {
+    "expf": frozenset({"ex2.approx.ftz.f32", "fma.rm.f32"}),
+    "tanhf": frozenset({"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}),
+}
+"""What CUDA's own functions are made of and no other code may have: an approximate power of two and reciprocal, which
+flush what is too small to count there, and an FMA rounded down that takes the fraction off an exponent."""
+
 
 def instructions(ptx: str) -> list[tuple[str, str]]:
     """Every instruction and its operands, those inside inline assembly included."""
@@ -29,7 +38,7 @@ def fused(ptx: str) -> Counter[str]:
     )
 
 
-def violations(ptx: str, allows_fma: bool, allowed: frozenset[str] = frozenset({"rsqrt.approx.f32"})) -> list[str]:
+def violations(ptx: str, allows_fma: bool, allowed: frozenset[str] = APPROXIMATE) -> list[str]:
     """What in this PTX is not IEEE arithmetic with the roundings that the source spells.
 
     Parameters
@@ -38,7 +47,7 @@ def violations(ptx: str, allows_fma: bool, allowed: frozenset[str] = frozenset({
     allows_fma : bool
         Whether the kernel owes fused multiply-adds of fp32.
     allowed : frozenset of str
-        Approximate instructions that ATen uses as well.
+        Instructions that are no fault here: ATen has them as well.
 
     Returns
     -------
@@ -74,3 +83,22 @@ def violations(ptx: str, allows_fma: bool, allowed: frozenset[str] = frozenset({
             elif not allows_fma:
                 found[f"{name}: one rounding where two are owed"] += 1
     return [f"{sentence} ({count} times)" for sentence, count in sorted(found.items())]
+
+
+def own_fused(ptx: str, function: str | None, one_call: str) -> Counter[str]:
+    """The fused multiply-adds of a kernel without those inside the calls of one of CUDA's functions.
+
+    Parameters
+    ----------
+    ptx : str
+    function : str or None
+        Which function it calls.
+    one_call : str
+        PTX of a kernel that does nothing but call it once, for the same architecture.
+    """
+    own = fused(ptx)
+    if function is not None:
+        power = "ex2.approx.ftz.f32"  # there is one in every call
+        calls, one = (Counter(name for name, _ in instructions(text))[power] for text in (ptx, one_call))
+        own.subtract({name: count * calls // one for name, count in fused(one_call).items()})
+    return Counter({name: count for name, count in own.items() if count})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ptx_rules import fused, instructions, violations
+from ptx_rules import APPROXIMATE, INSIDE_CUDA_FUNCTIONS, fused, instructions, own_fused, violations
 
 from samebits import jit
 from samebits.errors import CompileError
@@ -29,9 +29,11 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def variants() -> Iterator[Any]:
     for op in OPS:
         (path,) = [path for path in op.sources if path.suffix == ".cu"]
-        for name, constants, allows_fma in importlib.import_module(f"samebits.ops.{op.name}").COMPILE_VARIANTS:
+        module = importlib.import_module(f"samebits.ops.{op.name}")
+        for name, constants, allows_fma in module.COMPILE_VARIANTS:
             label = "-".join([op.name, name, *(str(value) for value in constants.values())])
-            yield pytest.param(path, name, constants, allows_fma, id=label)
+            function = getattr(module, "CUDA_FUNCTION", None)
+            yield pytest.param(path, name, constants, allows_fma, function, id=label)
 
 
 def compiled(path: Path, name: str, constants: Any, architecture: str, flags: Any = nvrtc.FLAGS) -> tuple[bytes, str]:
@@ -41,16 +43,19 @@ def compiled(path: Path, name: str, constants: Any, architecture: str, flags: An
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("path", "name", "constants", "allows_fma"), list(variants()))
+@pytest.mark.parametrize(("path", "name", "constants", "allows_fma", "function"), list(variants()))
 def test_every_rounding_is_one_that_the_source_spells(
-    path: Path, name: str, constants: Any, allows_fma: bool, architecture: str
+    path: Path, name: str, constants: Any, allows_fma: bool, function: str | None, architecture: str, tmp_path: Path
 ) -> None:
     cubin, ptx = compiled(path, name, constants, architecture)
     assert cubin.startswith(b"\x7fELF")
     assert f".entry {name}(" in ptx
     assert f".target {architecture}" in ptx
-    assert violations(ptx, allows_fma) == []
-    assert bool(fused(ptx)) == allows_fma, "the variant's third element does not say what its kernel does"
+    inside = INSIDE_CUDA_FUNCTIONS[function] if function else frozenset()
+    assert violations(ptx, allows_fma or bool(function), APPROXIMATE | inside) == []
+    assert inside <= {instruction for instruction, _ in instructions(ptx)}, "an exception that is not needed"
+    own = own_fused(ptx, function, call_of(tmp_path, function, architecture) if function else "")
+    assert bool(own) == allows_fma, "the variant's third element does not say what its kernel does"
     # Told to contract, the compiler finds nothing to contract: no product and sum is left to it.
     assert fused(compiled(path, name, constants, architecture, CONTRACTING)[1]) == fused(ptx)
 
@@ -113,6 +118,30 @@ def test_wrong_arithmetic_is_found(tmp_path: Path, case: str) -> None:
     body, flags, sentence = WRONG[case]
     found = read(tmp_path, body, *flags)
     assert any(line.startswith(sentence) for line in found), found
+
+
+def call_of(tmp_path: Path, function: str, architecture: str) -> str:
+    """The PTX of a kernel that does nothing but call one of CUDA's functions."""
+    path = tmp_path / f"{function}.cu"
+    path.write_text(f"{HEAD} x[0] = {function}(x[1]); }}\n")
+    return compiled(path, "k", {}, architecture)[1]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("function", INSIDE_CUDA_FUNCTIONS)
+def test_what_is_inside_cudas_own_functions(function: str, architecture: str, tmp_path: Path) -> None:
+    ptx = call_of(tmp_path, function, architecture)
+    inside = INSIDE_CUDA_FUNCTIONS[function]
+    assert {sentence.split(":")[0] for sentence in violations(ptx, allows_fma=True)} == inside
+    assert violations(ptx, True, APPROXIMATE | inside) == []
+    assert not own_fused(ptx, function, ptx)
+
+
+def test_an_fma_beside_a_call_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "beside.cu"
+    path.write_text(f"{HEAD} x[0] = __fmaf_rn(expf(x[1]), x[2], expf(x[3])); }}\n")
+    own = own_fused(compiled(path, "k", {}, "sm_90")[1], "expf", call_of(tmp_path, "expf", "sm_90"))
+    assert own == {"fma.rn.f32": 1}
 
 
 RIGHT = {
