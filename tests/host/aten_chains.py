@@ -1,4 +1,4 @@
-"""The three eager chains on the CPU with a GPU's bits: every ATen kernel of a chain is a step of ``aten_emulator``.
+"""The eager chains on the CPU with a GPU's bits: every ATen kernel of a chain is a step of ``aten_emulator``.
 
 Arguments and results are torch tensors on the CPU, in the order of the ops' references. Between two eager kernels a
 value is rounded to the element type that the eager tensor has; that is what ``rounded`` stands for below.
@@ -7,6 +7,7 @@ value is rounded to the element type that the eager tensor has; that is what ``r
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from aten_emulator import (
     aten_layer_norm,
@@ -14,10 +15,18 @@ from aten_emulator import (
     aten_mean_fp32,
     aten_rms_norm_fused,
 )
-from binary32 import F32, Unary, decode, encode, rounded
+from binary32 import F32, Unary, decode, encode, fma, rounded
+from binary32 import exp as c_exp
 from binary32 import rsqrt as correctly_rounded
+from binary32 import tanh as c_tanh
 
 Tensor = torch.Tensor
+
+
+def _modulation_row(batch: int, tokens: int, index: Tensor | None) -> npt.NDArray[np.int64]:
+    """Every token's modulation row, ``(batch, tokens)``: where ``index`` is 0 or missing row ``b``, else ``b + B``."""
+    own = np.arange(batch)[:, None].repeat(tokens, 1)
+    return own if index is None else own + batch * (index.numpy() != 0)
 
 
 def layer_norm_modulate(
@@ -34,12 +43,12 @@ def layer_norm_modulate(
     ``scale`` and ``shift`` are ``(B, D)``, or ``(2B, D)`` with ``index (B, S)``: 0 takes row ``b``, else row ``b + B``.
     """
     dtype, (batch, tokens, width) = x.dtype, x.shape
-    row = torch.arange(batch)[:, None] + (torch.zeros(1, tokens).long() if index is None else batch * (index != 0))
+    row = _modulation_row(batch, tokens, index)
     normed = aten_layer_norm(decode(x).reshape(-1, width), eps, dtype, rsqrt).reshape(batch, tokens, width)
     with np.errstate(all="ignore"):
-        one_plus = rounded(np.float32(1) + decode(scale), dtype)[row.numpy()]
+        one_plus = rounded(np.float32(1) + decode(scale), dtype)[row]
         scaled = rounded(normed * one_plus, dtype)
-        return encode(scaled + decode(shift)[row.numpy()], dtype)
+        return encode(scaled + decode(shift)[row], dtype)
 
 
 def _diffusers_rms_norm(x: Tensor, weight: Tensor | None, eps: float, rsqrt: Unary, rows: int | None) -> Tensor:
@@ -111,3 +120,120 @@ def rms_norm_scale(
         return normed
     with np.errstate(all="ignore"):
         return encode(decode(normed) * decode(scale), torch.promote_types(normed.dtype, scale.dtype))
+
+
+def gated_residual(h: Tensor, gate: Tensor, y: Tensor, clip: bool = False, index: Tensor | None = None) -> Tensor:
+    """``h + gate * y``, ``h`` and ``y`` ``(B, S, D)``: two kernels; with ``clip`` a third.
+
+    ``gate`` is ``(B, D)``, or ``(2B, D)`` with ``index (B, S)``, as in :func:`layer_norm_modulate`.
+    """
+    row = _modulation_row(*h.shape[:2], index)
+    with np.errstate(all="ignore"):
+        gated = rounded(decode(gate)[row] * decode(y), h.dtype)
+        total = rounded(decode(h) + gated, h.dtype)
+        if clip:
+            # clamp: bounds in fp32, NaN is handed on, and the result is rounded as every other.
+            total = np.where(
+                np.isnan(total), total, np.minimum(np.maximum(total, np.float32(-65504)), np.float32(65504))
+            )
+        return encode(total, h.dtype)
+
+
+def gated_residual_norm_modulate(
+    h: Tensor,
+    gate: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    clip: bool = False,
+    index: Tensor | None = None,
+    *,
+    rsqrt: Unary = correctly_rounded,
+) -> tuple[Tensor, Tensor]:
+    """The gated residual, then :func:`layer_norm_modulate` of it; both results."""
+    h = gated_residual(h, gate, y, clip, index)
+    return h, layer_norm_modulate(h, scale, shift, eps, index, rsqrt=rsqrt)
+
+
+def gated_residual_rms_norm(
+    x: Tensor,
+    gate: Tensor | None,
+    y: Tensor,
+    y_weight: Tensor,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    *,
+    rsqrt: Unary = correctly_rounded,
+    rows: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``x + gate * RMSNorm(y)`` of ``(B, S, D)``; with ``weight`` also :func:`rms_norm_scale` of it."""
+    branch = decode(_diffusers_rms_norm(y, y_weight, eps, rsqrt, rows))
+    with np.errstate(all="ignore"):
+        if gate is not None:
+            branch = rounded(decode(gate) * branch, x.dtype)
+        stream = encode(decode(x) + branch, x.dtype)
+    return stream if weight is None else (stream, rms_norm_scale(stream, weight, scale, eps, rsqrt=rsqrt, rows=rows))
+
+
+def gelu_tanh(x: Tensor, *, tanh: Unary = c_tanh) -> Tensor:
+    """``GeluCUDAKernelImpl`` with ``GeluType::Tanh``: one kernel in fp32, of which the compiler contracts one sum."""
+    values = decode(x)
+    beta = np.float32(np.sqrt(2.0) * (2.0 / np.sqrt(np.pi)) * 0.5)
+    with np.errstate(all="ignore"):
+        cube = values * values * values
+        inner = beta * fma(np.float32(0.044715), cube, values)
+        return encode(np.float32(0.5) * values * (np.float32(1) + tanh(inner)), x.dtype)
+
+
+def swiglu(a: Tensor, b: Tensor, *, exp: Unary = c_exp) -> Tensor:
+    """``silu_kernel``, ``x / (1 + exp(-x))`` in fp32, rounded; then a product in a kernel of its own."""
+    values = decode(a)
+    with np.errstate(all="ignore"):
+        return encode(rounded(values / (np.float32(1) + exp(-values)), a.dtype) * decode(b), a.dtype)
+
+
+def _rotated(x: Tensor, table: Tensor) -> Tensor:
+    """``x (B, S, H, D)`` as complex neighbours times ``table``, complex64 ``(S, D / 2)`` or ``(B, S, D / 2)``."""
+    values = decode(x).reshape(*x.shape[:-1], -1, 2)
+    parts = torch.view_as_real(table).numpy()
+    a, b = values[..., 0], values[..., 1]
+    cos, sin = (parts[..., part][..., None, :] for part in (0, 1))
+    with np.errstate(all="ignore"):
+        # `a * cos - b * sin` and `a * sin + b * cos` as the compiler contracts them: the first product, not the second.
+        turned = np.stack([fma(a, cos, -(b * sin)), fma(a, sin, b * cos)], -1)
+    return encode(turned.reshape(x.shape), x.dtype)
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    table: Tensor,
+    text_q: Tensor | None,
+    text_k: Tensor | None,
+    text_v: Tensor | None,
+    text_q_weight: Tensor | None,
+    text_k_weight: Tensor | None,
+    text_table: Tensor | None,
+    eps: float,
+    kind: str,
+    *,
+    rsqrt: Unary = correctly_rounded,
+    rows: int | None = None,
+) -> tuple[Tensor, ...]:
+    """The norms of :func:`qk_norm`, rotated, and the values; those of the text, if there are any, before the others."""
+    joint: list[list[Tensor]] = [[], [], []]
+    for stream in (
+        (text_q, text_k, text_v, text_q_weight, text_k_weight, text_table),
+        (q, k, v, q_weight, k_weight, table),
+    ):
+        if stream[0] is None:
+            continue
+        normed = qk_norm(stream[0], stream[1], stream[3], stream[4], eps, kind, rsqrt=rsqrt, rows=rows)
+        for parts, x in zip(joint, (*(_rotated(x, stream[5]) for x in normed), stream[2]), strict=True):
+            parts += [] if x is None else [x]
+    return tuple(torch.cat(parts, 1) for parts in joint if parts)

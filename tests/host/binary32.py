@@ -7,6 +7,7 @@ subnormals, as CUDA's are without ``--use_fast_math``; what numpy does not have 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -50,6 +51,24 @@ def rsqrt(x: npt.ArrayLike) -> F32:
     """
     with np.errstate(all="ignore"):
         return (1.0 / np.sqrt(np.asarray(x, np.float64))).astype(np.float32)
+
+
+_exp, _tanh = np.frompyfunc(math.exp, 1, 1), np.frompyfunc(math.tanh, 1, 1)
+
+
+def exp(x: F32) -> F32:
+    """``exp`` of the C library in ``float64``, rounded to ``float32``: what the host shim computes too.
+
+    A GPU's is an approximation, and so is its ``tanh``; their values can be handed in instead.
+    """
+    with np.errstate(all="ignore"):
+        # Python raises from 710 on, where ``float32`` has long been infinite.
+        return _exp(np.minimum(x, np.float32(200)).astype(np.float64)).astype(np.float32)
+
+
+def tanh(x: F32) -> F32:
+    """``tanh`` of the C library in ``float64``, rounded to ``float32``; see :func:`exp`."""
+    return _tanh(x.astype(np.float64)).astype(np.float32)
 
 
 def to_bf16_bits(x: F32) -> npt.NDArray[np.uint16]:
