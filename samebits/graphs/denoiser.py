@@ -105,6 +105,12 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
+def _is_short_of_memory(error: BaseException) -> bool:
+    # While it captures, torch's allocator stumbles over an assertion of its own on the way to saying so.
+    words = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "captures_underway" in words
+
+
 class DenoiserGraphs:
     """The graphs of one denoiser, and the function to call instead of its forward.
 
@@ -399,7 +405,7 @@ class DenoiserGraphs:
 
     def _give_way(self, seen: _Seen, error: Exception) -> None:
         """An attempt raised. Make room if that was the matter, and try again later if that may help."""
-        if isinstance(error, torch.OutOfMemoryError):
+        if _is_short_of_memory(error):
             self._drop_all()
             seen.wait(NO_MEMORY)
             return
