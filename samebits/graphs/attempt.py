@@ -128,9 +128,9 @@ def capture(forward: Forward, watched: Watched, args: Any, kwargs: Any, state: M
         del value
         with pool.turn():
             _, leaves = graph.run()
-            difference = bits.compare(leaves, watched.output.leaves)
+            difference = graph.difference(leaves, watched.output)
         if difference is not None:
-            raise OtherBits(str(difference))
+            raise OtherBits(difference)
         change = state.change()
         if change is not None:
             raise OtherBits(f"the forward changes the model at every second call ({change})")
@@ -197,6 +197,13 @@ class Graph:
         """Replay, and return the result in memory of its own, and its tensors."""
         self._recording.replay()
         return self._output.copy()
+
+    def difference(self, leaves: list[Tensor], plain: Output) -> str | None:
+        """In what the result of a replay, of which ``leaves`` are the tensors, is not that of a plain call."""
+        if self._output.form != plain.form:
+            return "the result has another form"
+        found = bits.compare(leaves, plain.leaves)
+        return None if found is None else str(found)
 
     def free(self) -> None:
         """Let go of it, once the GPU has."""

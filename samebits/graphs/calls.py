@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -142,6 +143,7 @@ def switches() -> Key:
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
         _ask(lambda: tuple(torch._C._get_sdp_priority_order())),
+        F.scaled_dot_product_attention,  # which people replace by another one
         _active_attention(),
     )
 
@@ -225,6 +227,13 @@ class Output:
     value
         Tensors, numbers, strings and None in tuples, lists, dicts and dataclasses.
 
+    Attributes
+    ----------
+    leaves : list of Tensor
+        Its tensors.
+    form : list
+        Everything else in it; equal where two results differ at most in the values of their tensors.
+
     Raises
     ------
     TypeError
@@ -233,26 +242,31 @@ class Output:
 
     def __init__(self, value: Any) -> None:
         self.leaves: list[Tensor] = []
+        self.form: list[Any] = []
         self._places: dict[int, int] = {}
         self._build = self._read(value)
         self._copies = [_copier(leaf) for leaf in self.leaves]
 
     def _read(self, value: Any) -> Callable[[list[Tensor]], Any]:
         kind = type(value)
+        self.form.append(kind)
         if kind is Tensor:
             place = self._places.setdefault(id(value), len(self.leaves))
             if place == len(self.leaves):
                 self.leaves.append(value)
             return lambda leaves: leaves[place]
         if kind in _BY_VALUE or kind is float:
+            self.form.append(repr(value))
             return lambda leaves: value
         if kind is tuple or kind is list:
+            self.form.append(len(value))
             parts = [self._read(item) for item in value]
             return lambda leaves: kind(part(leaves) for part in parts)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: self._read(getattr(value, field.name)) for field in dataclasses.fields(value)}
             return lambda leaves: kind(**{name: part(leaves) for name, part in fields.items()})
         if kind is dict:
+            self.form.append(repr(list(value)))
             items = {name: self._read(item) for name, item in value.items()}
             return lambda leaves: {name: part(leaves) for name, part in items.items()}
         raise TypeError(f"a {kind.__module__}.{kind.__qualname__}")

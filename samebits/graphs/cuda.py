@@ -153,7 +153,7 @@ class CudaPool:
     def record(self, run: Callable[[], Any]) -> tuple[Recording, Any]:
         if not self.recordings:
             self._handle = _cuda.graph_pool_handle()  # torch takes none twice once its last graph is gone
-        _cuda.empty_cache()  # a pool takes no memory that torch keeps for others, and while capturing none is given back
+        _cuda.empty_cache()  # a pool cannot take memory that torch keeps for others, or have it given back meanwhile
         graph = _cuda.CUDAGraph()
         with _cuda.device(self._index), _cuda.stream(self._stream):
             # What other threads do meanwhile is theirs to do: only this thread is watched for unsafe calls.

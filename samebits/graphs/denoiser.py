@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from samebits import bits
 from samebits.errors import ContractViolation
 from samebits.graphs.attempt import Graph, OtherBits, Unfit, Watched, capture, watch
 from samebits.graphs.calls import Call, Key, Output, read
@@ -443,7 +442,7 @@ class DenoiserGraphs:
                 self._rests = 0
             return result
         plain = self._plain(CHECKED, args, kwargs)
-        difference = bits.compare(leaves, Output(plain).leaves)
+        difference = graph.difference(leaves, Output(plain))
         if difference is None:
             graph.follow(news, versions)
         else:

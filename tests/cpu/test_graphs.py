@@ -17,6 +17,7 @@ from diffusers.hooks import HookRegistry
 from diffusers.hooks import ModelHook as DiffusersHook
 from graph_fakes import NOT_PERMITTED, OpenGate, Stale, Tape, TapeBackend, tensors_in
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from samebits import capture
@@ -492,6 +493,8 @@ CHANGES = {
     "a new parameter": lambda m: setattr(m.blocks[0].linear, "weight", nn.Parameter(torch.randn(8, 8), False)),
     "new memory of a parameter": lambda m: setattr(weight(m), "data", torch.randn(8, 8)),
     "transposed memory": lambda m: setattr(weight(m), "data", weight(m).data.t()),
+    "half of the memory": lambda m: setattr(m.blocks[0].linear.bias, "data", m.blocks[0].linear.bias.data[:1]),
+    "memory as another type": lambda m: setattr(m.shift, "data", m.shift.data.view(torch.int32)),
     "a state dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}, assign=True),
     "a new buffer": lambda m: m.register_buffer("shift", torch.randn(8)),
     "no bias": lambda m: m.blocks[0].linear.register_parameter("bias", None),
@@ -572,6 +575,26 @@ def test_nothing_keeps_weights_alive_that_the_model_let_go() -> None:
         tape.calls = []
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
+
+
+def test_a_class_that_somebody_patches_makes_graphs_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup()
+    setup.both(lambda model: setattr(model.blocks[0], "processor", Processor()))
+    setup.warm()
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x: forward(self, x) * 2)
+    answer = "the model changed since the last call: something was put on the class"
+    assert setup.calls(1, 2) == [f"{answer} Block", CAPTURED]
+    setup.warm()
+    monkeypatch.setattr(Processor, "_parallel_config", None, raising=False)
+    assert setup.calls(1)[0] == f"{answer} Processor"
+
+
+def test_another_attention_function_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup()
+    setup.warm()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: None)
+    assert setup.calls(1) == [FIRST]
 
 
 def test_a_withdrawn_verdict_makes_graphs_go() -> None:
@@ -802,6 +825,17 @@ def test_a_graph_that_baked_in_one_argument_is_found_when_that_one_changes() -> 
     assert setup.call(x_of(4), [prompt.clone()]) == "replayed"  # another tensor with the same values
     assert setup.call(x_of(5), [other]) == CHECKED
     assert setup.call(x_of(6), [other]).startswith("a replay did not follow a change")
+
+
+def test_a_result_that_differs_outside_its_tensors_is_found() -> None:
+    setup = Setup()
+    numbers = iter(range(100))
+    setup.model.last = lambda x, prompts: (x + 1, float(next(numbers)))
+    with torch.no_grad():
+        for seed in range(4):
+            assert setup.model(x_of(seed))[1] in (0.0, 1.0, 3.0, 4.0)  # 2 was seen by the capture alone
+    (reason,) = [r for r in setup.graphs.row.reasons if r != FIRST]
+    assert reason == "a replay did not give a plain call's bits: the result has another form"
 
 
 def test_a_graph_that_is_wrong_from_the_start_never_answers() -> None:
