@@ -76,8 +76,8 @@ def unsupported(
     for name, t in (("h", h), ("gate", gate), ("y", y)):
         if t.stride(-1) != 1 or not aligned(t, 4):
             return f"the rows of {name} must be contiguous and aligned to four elements"
-    if h.stride(0) < h.stride(1) and batch > 1:
-        return f"the samples of h must lie one after another; its strides are {h.stride()}"
+    if not h.stride(0) >= h.stride(1) > 0:
+        return f"the tokens and samples of h must lie one after another and apart; its strides are {h.stride()}"
     return None
 
 

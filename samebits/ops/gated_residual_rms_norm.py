@@ -75,7 +75,7 @@ def unsupported(
         return "a scale needs the weight of its norm"
     # The gate broadcasts as a scale does, and the residual stream is laid out as the next norm wants it.
     if reason := rms_norm_scale.unsupported(y, y_weight, gate, eps):
-        return f"the branch: {reason}"
+        return f"the branch: {reason.replace('scale', 'gate')}"
     if reason := rms_norm_scale.unsupported(x, y_weight if weight is None else weight, scale, eps):
         return f"the residual stream: {reason}"
     return None

@@ -56,7 +56,7 @@ def reference(
     Parameters
     ----------
     q, k, v : torch.Tensor
-        ``(B, S, H, head_dim)``; ``v`` may be ``None``, then there is no joint value.
+        ``(B, S, H, head_dim)``; ``v`` may be ``None``, then there is no joint value. One stream has none to join.
     q_weight, k_weight : torch.Tensor
         ``(head_dim,)``.
     table : torch.Tensor
@@ -128,7 +128,7 @@ def unsupported(
         return "with values the weights must have the query's dtype"
     text = (text_q, text_k, text_q_weight, text_k_weight, text_table)
     if all(t is None for t in (*text, text_v)):
-        return None
+        return None if v is None else "the values of one stream stay where they are; pass none"
     if text_q is None or text_k is None or text_q_weight is None or text_k_weight is None or text_table is None:
         return "the text stream must be given whole or not at all"
     if (v is None) != (text_v is None):
@@ -272,7 +272,7 @@ def _case(
         shape = (batch, tokens, head_dim // 2) if form == "per-sample" else (tokens, head_dim // 2)
         angles = randn(shape, torch.float32, device, seed + 4, 3.0)
         table = torch.polar(torch.ones_like(angles), angles)
-        return q, k, None if form == "no-values" else v, weights[0].clone(), weights[1].clone(), table
+        return q, k, v if text_tokens and form != "no-values" else None, weights[0].clone(), weights[1].clone(), table
 
     def build(device: torch.device, seed: int) -> Args:
         text = stream(device, seed + 10, text_tokens) if text_tokens else (None,) * 6
