@@ -96,3 +96,34 @@ def rows_with_means_near_ties(rows: int, width: int, dtype: torch.dtype, seed: i
 def weights(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Two norm weights around one."""
     return (1 + randn((width,), FP32, 11, 0.3)).to(dtype), (1 + randn((width,), FP32, 12, 0.3)).to(dtype)
+
+
+def special_values(dtype: torch.dtype) -> torch.Tensor:
+    """``(16,)``: zeros, ones, subnormals, the ends of the range, infinities and two NaNs with a payload."""
+    limits = torch.finfo(dtype)
+    least, small, largest = limits.smallest_normal, limits.smallest_normal / 4, limits.max
+    values = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        1.0078125,
+        -3.0,
+        small,
+        -small,
+        least,
+        largest,
+        -largest,
+        6e4,
+        torch.inf,
+        -torch.inf,
+    ]
+    nans = [0x7FC1, -0x3F] if dtype != FP32 else [0x7FC00001, -0x3FFFFF]  # the second is 0xFFC1, or 0xFFC00001
+    integers = torch.tensor(nans, dtype=torch.int32 if dtype == FP32 else torch.int16)
+    return torch.cat([torch.tensor(values).to(dtype), integers.view(dtype)])
+
+
+def all_triples(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(4096,)`` thrice: every special value with every other two."""
+    first, second, third = torch.meshgrid(*[special_values(dtype)] * 3, indexing="ij")
+    return first.flatten(), second.flatten(), third.flatten()

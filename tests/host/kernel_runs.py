@@ -87,7 +87,24 @@ def _with_one_nan(tensor: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32)
 
 
+def as_tuple(value: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """One tensor or several, always as a tuple."""
+    return (value,) if isinstance(value, torch.Tensor) else value
+
+
 def difference(op: Op, args: tuple[Any, ...], expected: torch.Tensor | tuple[torch.Tensor, ...]) -> Difference | None:
     """Where the kernel's outputs are not the expected bits, or ``None``."""
-    wanted = (expected,) if isinstance(expected, torch.Tensor) else expected
-    return compare(run(op, *args), wanted)
+    return compare(run(op, *args), as_tuple(expected))
+
+
+def layout_of_eager(op: Op, args: tuple[Any, ...]) -> str | None:
+    """Where the kernel's outputs differ from eager's in element type, shape or strides, or ``None``.
+
+    Eager on the CPU lays its results out as eager on a GPU does, whatever their bits.
+    """
+    expected = op.reference(*args)
+    for number, (ours, eager) in enumerate(zip(run(op, *args), as_tuple(expected), strict=True)):
+        layouts = [(t.dtype, tuple(t.shape), t.stride()) for t in (ours, eager)]
+        if layouts[0] != layouts[1]:
+            return f"output {number} is {layouts[0]}, eager's is {layouts[1]}"
+    return None
