@@ -56,10 +56,21 @@ def row_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> RowLayout | 
     return RowLayout(samples, tokens, sample_stride, token_stride)
 
 
+def in_order(x: torch.Tensor) -> bool:
+    """Say whether each dimension steps past the last of the next one. Repeated (expanded) dimensions fit anywhere.
+
+    Dimensions of length one count as well: eager orders the strides of a result by all of them.
+    """
+    steps = [(length, stride) for length, stride in zip(x.shape, x.stride(), strict=True) if stride]
+    return all(
+        outer >= inner if length == 1 else outer > (length - 1) * inner
+        for (_, outer), (length, inner) in pairwise(steps)
+    )
+
+
 def gives_contiguous_output(x: torch.Tensor) -> bool:
-    """Say whether eager's elementwise results on ``x`` are contiguous: its dimensions lie in memory in their order."""
-    strides = [stride for length, stride in zip(x.shape, x.stride(), strict=True) if length > 1]
-    return all(a >= b for a, b in pairwise(strides)) and 0 not in strides
+    """Say whether eager's elementwise results on ``x`` are contiguous."""
+    return 0 not in x.stride() and in_order(x)
 
 
 def aligned(x: torch.Tensor, elements: int) -> bool:

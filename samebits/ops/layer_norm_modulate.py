@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from samebits import jit
-from samebits.ops._layout import CTYPES, HERE, aligned, randn
+from samebits.ops._layout import CTYPES, HERE, aligned, in_order, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
 
 SOURCE = HERE / "layer_norm_modulate.cu"
@@ -85,6 +85,9 @@ def unsupported(
             return f"the last dimension of {name} must be contiguous; its stride is {t.stride(-1)}"
         if not aligned(t, 4):
             return f"{name} is not aligned to four elements, where ATen's LayerNorm takes another order"
+    for name, t in (("scale", scale), ("shift", shift)):
+        if not in_order(t):
+            return f"the rows of {name} must lie apart or be one row; they overlap, its strides are {t.stride()}"
     return None
 
 

@@ -13,7 +13,17 @@ from typing import Any
 import torch
 
 from samebits import jit
-from samebits.ops._layout import CTYPES, HERE, MAX_ROWS, aligned, gives_contiguous_output, no_overlap, randn, row_layout
+from samebits.ops._layout import (
+    CTYPES,
+    HERE,
+    MAX_ROWS,
+    aligned,
+    gives_contiguous_output,
+    in_order,
+    no_overlap,
+    randn,
+    row_layout,
+)
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
 from samebits.ops._reduce_plan import reduce_plan
 from samebits.ops.qk_norm import rms_norm
@@ -72,6 +82,8 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | Non
             return f"x and its scale must be (batch, tokens, {width}); they are {shapes}"
         if scale.shape[0] not in (1, x.shape[0]) or scale.shape[1] not in (1, x.shape[1]):
             return f"scale must broadcast against x {tuple(x.shape)}; it is {tuple(scale.shape)}"
+        if not in_order(scale):
+            return f"the dimensions of scale must lie in memory in their order; its strides are {scale.stride()}"
     for name, t in (("x", x), ("weight", weight), ("scale", scale)):
         if t is not None and not aligned(t, 4):
             return f"{name} is not aligned to four elements"
