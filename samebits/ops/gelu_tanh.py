@@ -118,6 +118,6 @@ OP = Op(
     allocate=allocate,
     bytes_moved=bytes_moved,
     cases=CASES,
-    sources=(SOURCE, HERE / "_numerics.cuh", HERE / "gelu_tanh.py"),
+    sources=(SOURCE, HERE / "_numerics.cuh", HERE / "gelu_tanh.py", HERE / "_layout.py"),
     headline=tuple(case.name for case in CASES[:2]),
 )
