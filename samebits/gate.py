@@ -257,9 +257,12 @@ class Gate:
             error = self._judge(table, entry, args, expected, A_CALL)
         finally:
             entry.busy = False
-        if error is not None:
-            self._stop_if_sticky(error, site)
-        self._raise_if_strict(site, entry, error)
+        try:
+            if error is not None:
+                self._stop_if_sticky(error, site)
+            self._raise_if_strict(site, entry, error)
+        finally:
+            del error  # Its traceback leads to this frame: a cycle that would keep the tensors alive.
         if table.host and entry.state is State.VERIFIED:
             with self._lock:
                 site.counters.fused += 1
@@ -283,7 +286,9 @@ class Gate:
                 with self._lock:
                     table.settle(entry, State.UNSUPPORTED, entry.signature.unfit)
                 return
-            with torch.no_grad(), self._probe.relaxed():
+            # The state of this call was looked at for the devices of its own arguments, which may be others.
+            plain = torch.autocast(entry.signature.devices[0].type, enabled=False)
+            with torch.no_grad(), plain, self._probe.relaxed():
                 args = entry.signature.rebuild(seed=len(table.entries))
                 expected = table.op.reference(*args)
                 error = self._judge(table, entry, args, expected, MADE_UP)
@@ -292,8 +297,11 @@ class Gate:
             error = raised
         finally:
             entry.busy = False
-        if error is not None:
-            self._stop_if_sticky(error, site)
+        try:
+            if error is not None:
+                self._stop_if_sticky(error, site)
+        finally:
+            del error  # As above.
 
     def _judge(
         self, table: Table, entry: Entry, args: tuple[Any, ...], expected: Outputs, basis: str

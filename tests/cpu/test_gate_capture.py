@@ -127,6 +127,55 @@ def test_no_tensor_is_kept_for_later() -> None:
     assert len(gate.pending) == 1
 
 
+def test_an_error_in_a_pending_comparison_keeps_no_tensor_alive() -> None:
+    import gc
+    import weakref
+
+    probe, kernel, kept = FakeProbe(), FakeKernel(), []
+
+    def fail(args: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+        kept.extend(map(weakref.ref, (*args[:2], *outputs)))
+        kernel.seen.clear()
+        raise RuntimeError("no luck")
+
+    gate = make_gate(probe=probe)
+    site, args = gate.site("s", kernel.op()), inputs()
+    site(*args)
+    probe.capturing_here = True
+    site(*inputs(rows=2))
+    probe.capturing_here, kernel.fill = False, fail
+    gc.disable()
+    try:
+        site(*args)
+        assert [reference() for reference in kept[:3]] == [None] * 3
+    finally:
+        gc.enable()
+    assert gate.verdicts()[1].state is State.FAILED
+
+
+def test_autocast_of_another_device_does_not_reach_a_pending_comparison() -> None:
+    """The call that makes the comparison brings no tensor of that device here, so autocast does not stop it."""
+    probe, kernel = FakeProbe(), FakeKernel()
+
+    def matmul(x: Tensor, scale: Tensor, eps: float, shift: Tensor | None = None) -> Tensor:
+        return x @ scale.expand(x.shape[1], -1)  # in bf16 where autocast is on
+
+    def fill(args: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+        with torch.autocast("cpu", enabled=False):
+            outputs[0].copy_(matmul(*args))
+
+    kernel.fill, kernel.reference = fill, matmul
+    gate = make_gate(probe=probe)
+    site = gate.site("s", kernel.op())
+    probe.capturing_here = True
+    site(*inputs(rows=2))
+    probe.capturing_here = False
+    kernel.reference = lambda *args: torch.zeros(1) if args[0] is None else matmul(*args)
+    with torch.autocast("cpu", torch.bfloat16):
+        site(None, None, 0.5)
+    assert gate.verdicts()[0].state is State.VERIFIED
+
+
 def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samebits.gate.PENDING_LIMIT", 2)
     probe, kernel = FakeProbe(), FakeKernel()

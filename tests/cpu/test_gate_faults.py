@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
 import itertools
 import logging
 import math
 import operator
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -352,3 +356,45 @@ def test_a_recheck_names_its_op() -> None:
     assert gate.recheck(FakeKernel().op()) == 0
     site(*inputs())
     assert only(gate).verifications == 1
+
+
+# What went wrong keeps nothing alive: where memory was short, it must be free again when the call is over.
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Broken(Exception):
+    """Raised by a kernel of these tests, anew each time."""
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", [Broken, torch.OutOfMemoryError])
+@pytest.mark.parametrize("step", ["unsupported", "prepare", "launch"])
+def test_an_error_keeps_no_tensor_alive(step: str, kind: type[Exception], strict: bool) -> None:
+    kernel, gate = FakeKernel(), make_gate(strict=strict)
+
+    def fail(*args: object) -> None:
+        raise kind("no luck")
+
+    op = kernel.op()
+    if step == "launch":
+        kernel.fill = fail
+    else:
+        op = dataclasses.replace(op, **{step: fail})
+    site, args = gate.site("s", op), inputs()
+    kept = [weakref.ref(arg) for arg in args[:2]]
+    try:
+        kept.append(weakref.ref(site(*args)))
+    except KernelFailed:
+        assert strict
+        assert kind is Broken
+    kernel.seen.clear()
+    del args
+    assert [reference() for reference in kept] == [None] * len(kept)
+    assert only(gate).state is (State.FAILED if kind is Broken else State.UNKNOWN)
