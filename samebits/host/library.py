@@ -205,3 +205,13 @@ def _set_table(function: str, table: tuple[bytes, bytes]) -> None:
         _tables[function] = table
         for library in _libraries:
             library._record(function, table)
+
+
+def _after_fork_in_child() -> None:
+    """As in ``samebits.jit``: whoever held the lock stayed in the parent."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

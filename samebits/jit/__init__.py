@@ -6,6 +6,7 @@ shim for the CPU. Importing this module loads neither.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from functools import cache
@@ -210,3 +211,14 @@ def _cache() -> Cache:
 def _lock_for(identity: tuple[object, ...]) -> threading.Lock:
     with _locks_lock:
         return _locks.setdefault(identity, threading.Lock())
+
+
+def _after_fork_in_child() -> None:
+    """Forget the locks: a thread that held one while the process was forked is not there to let go of it."""
+    global _locks_lock
+    _locks_lock = threading.Lock()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
