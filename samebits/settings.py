@@ -72,7 +72,12 @@ def _flag(environ: Mapping[str, str], variable: str) -> bool:
 
 def _cache_dir(value: str) -> Path:
     if value:
-        return Path(value).expanduser().absolute()
+        try:
+            return Path(value).expanduser().absolute()
+        except RuntimeError:
+            raise SettingsError(
+                variable="SAMEBITS_CACHE_DIR", value=value, expected="a folder; nobody here has that home folder"
+            ) from None
     path = Path(platformdirs.user_cache_dir("samebits", appauthor=False))
     if path.is_absolute():
         return path

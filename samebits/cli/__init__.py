@@ -1,12 +1,13 @@
 """The command line: one file per verb, and nothing heavy imported before a verb runs.
 
 Exit codes of every verb: 0 done (a proof: equal), 1 a proof that found a difference or is void, 2 bad input, 3 the run
-itself failed, 130 interrupted. With ``--json``, stdout holds one JSON document and nothing else, also for errors:
-``{"error": "..."}``.
+itself failed or its report could not be written, 130 interrupted. With ``--json``, stdout holds one JSON document and
+nothing else, also for errors: ``{"error": "..."}``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import traceback
@@ -74,6 +75,10 @@ class _Group(click.Group):
         except SamebitsError as error:
             code = FAILED
             _say(str(error), as_json)
+        except SystemExit:
+            # click leaves by itself, with 1, where the reader of a pipe is gone; but 1 says that a proof found a
+            # difference. No verb leaves this way.
+            code = FAILED
         except (KeyboardInterrupt, click.Abort):
             code = INTERRUPTED
             _say("interrupted", as_json)
@@ -90,10 +95,11 @@ class _Group(click.Group):
 
 def _say(message: str, as_json: bool) -> None:
     line = " ".join(message.split())
-    if as_json:
-        click.echo(json.dumps({"error": line}))
-    else:
-        click.echo(f"samebits: {line}", err=True)
+    with contextlib.suppress(OSError):  # Nobody is there to hear it, or the disk is full: the exit code says enough.
+        if as_json:
+            click.echo(json.dumps({"error": line}))
+        else:
+            click.echo(f"samebits: {line}", err=True)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

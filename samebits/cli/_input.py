@@ -21,7 +21,7 @@ def parse_size(context: click.Context, parameter: click.Parameter, value: str | 
     """Read ``WIDTHxHEIGHT``; a callback of click."""
     if value is None:
         return None
-    found = re.fullmatch(r"(\d{1,6})[xX](\d{1,6})", value.strip())
+    found = re.fullmatch(r"([0-9]{1,6})[xX]([0-9]{1,6})", value.strip())
     if found is None:
         raise click.BadParameter(f"expected WIDTHxHEIGHT in pixels, such as 1024x768, got {value!r}.")
     return int(found[1]), int(found[2])
@@ -62,10 +62,20 @@ def find_prompt(options: Options) -> str:
         if options.model not in tiny.NAMES:
             raise click.UsageError("expected what to paint: -p TEXT or --prompt-file FILE.")
         text = PROMPT
+    for words, name in ((text, "the prompt"), (options.negative_prompt, "the negative prompt")):
+        _check_text(words or "", name)
     if not text.strip():
         where = f"the file {options.prompt_file}" if options.prompt_file else "the prompt"
         raise click.UsageError(f"{where} is empty; expected what to paint.")
     return text
+
+
+def _check_text(text: str, name: str) -> None:
+    """Refuse an argument of bytes that are no text; Python hands such bytes on as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise click.UsageError(f"{name} is not UTF-8 text (character {error.start}).") from None
 
 
 def _read_prompt(path: Path) -> str:

@@ -52,8 +52,8 @@ def find(model: str) -> Source:
         qwen = model == "tiny-qwen-image"
         name = "QwenImagePipeline" if qwen else "ZImagePipeline"
         return Source(model, name, None, False, False, 8 * _PATCH, 512 * 8 * _PATCH, 2 if qwen else 1)
-    path = Path(model).expanduser()
-    if path.exists():
+    path, there = _on_disk(model)
+    if there:
         if not path.is_dir():
             raise ModelError(model=model, problem="is a file; expected a folder with a model_index.json")
         source = _describe(model, path, hub=False, online=False)
@@ -68,6 +68,18 @@ def find(model: str) -> Source:
 
     online = hub.reach(model)
     return _describe(model, hub.small_files(model, online), hub=True, online=online)
+
+
+def _on_disk(model: str) -> tuple[Path, bool]:
+    """Return the path that a name may be, and whether anything is there."""
+    path = Path(model)
+    try:
+        path = path.expanduser()
+        return path, bool(model) and path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        # Too long, or not to be looked at; the home folder of nobody; a NUL.
+        cause = getattr(error, "strerror", None) or error
+        raise ModelError(model=model[:200], problem=f"cannot be looked for on this disk ({cause})") from None
 
 
 def load(source: Source, dtype: torch.dtype, device: torch.device, offload: str = "none") -> DiffusionPipeline:
@@ -144,17 +156,32 @@ def _describe(model: str, folder: Path, *, hub: bool, online: bool) -> Source:
 def _load_folder(folder: Path, source: Source, dtype: torch.dtype) -> DiffusionPipeline:
     import diffusers
 
-    loaded = {}
+    classes, loaded = {}, {}
     for name, (library, class_name) in components(read_json(folder / INDEX)).items():
         if library not in {"diffusers", "transformers"}:
             raise ModelError(model=source.model, problem=f"component {name} needs {library}.{class_name}, unknown code")
-        if name in {"vae", "text_encoder", "transformer"}:
-            cls = getattr(import_module(library), class_name, None)
-            if cls is None:
-                raise ModelError(model=source.model, problem=f"component {name}: {library} has no {class_name}")
-            loaded[name] = _load_component(cls, folder / name, dtype)
+        cls = getattr(import_module(library), class_name, None)
+        if cls is None:
+            raise ModelError(model=source.model, problem=f"component {name}: {library} has no {class_name}")
+        classes[name] = cls
+    if source.pipeline == "ZImagePipeline":
+        _check_chat_template(classes["tokenizer"], folder / "tokenizer")
+    for name in ("vae", "text_encoder", "transformer"):
+        loaded[name] = _load_component(classes[name], folder / name, dtype)
     cls = getattr(diffusers, source.pipeline)
     return _explained(folder, lambda: cls.from_pretrained(folder, local_files_only=True, **loaded))
+
+
+def _check_chat_template(cls: Any, folder: Path) -> None:
+    """Put a prompt into the tokenizer's chat template, which the pipeline does after minutes of loading."""
+    tokenizer = _explained(folder, lambda: cls.from_pretrained(folder, local_files_only=True))
+    messages = [{"role": "user", "content": "a fox"}]
+    _explained(
+        folder,
+        lambda: tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
+        ),
+    )
 
 
 def _load_component(cls: Any, folder: Path, dtype: torch.dtype) -> Any:

@@ -98,7 +98,13 @@ MISTAKES = [
     (["generate", "empty", "-p", "x"], "model_index.json: the file is missing"),
     (["generate", "broken", "-p", "x"], "model_index.json: is not JSON"),
     (["generate", "file.txt", "-p", "x"], "is a file"),
+    (["generate", "", "-p", "x"], "no such model"),
+    (["generate", "~nobody-has-this-name/x", "-p", "x"], "cannot be looked for on this disk"),
+    (["generate", "a" * 5000, "-p", "x", "-o", "x.png"], "cannot be looked for on this disk (File name too long)"),
+    (["generate", "a\0b", "-p", "x", "-o", "x.png"], "no such model"),
     (["generate", "empty"], "expected what to paint"),
+    (["generate", "-p", "f\udcfcr"], "the prompt is not UTF-8 text (character 1)"),
+    (["generate", "--negative-prompt", "\udcff"], "the negative prompt is not UTF-8 text (character 0)"),
     (["generate", "-p", ""], "the prompt is empty"),
     (["generate", "-p", " \n"], "the prompt is empty"),
     (["generate", "--prompt-file", "empty.txt"], "the file empty.txt is empty"),
@@ -113,6 +119,7 @@ MISTAKES = [
     (["generate", "--size", "64"], "expected WIDTHxHEIGHT"),
     (["generate", "--size", "64x64x64"], "expected WIDTHxHEIGHT"),
     (["generate", "--size", "-64x64"], "expected WIDTHxHEIGHT"),
+    (["generate", "--size", "٦٤x64"], "expected WIDTHxHEIGHT"),
     (["generate", "--dtype", "int8"], "'int8' is not one of 'bf16', 'fp16', 'fp32'"),
     (["generate", "--steps", "0"], "--steps"),
     (["generate", "--steps", "1"], "at least 2 steps"),
@@ -187,11 +194,15 @@ def test_a_folder_without_write_permission_is_a_mistake(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_work")
-def test_a_misspelt_variable_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAMEBITS_DISABLE", "perhaps")
+@pytest.mark.parametrize(
+    ("variable", "value"), [("SAMEBITS_DISABLE", "perhaps"), ("SAMEBITS_CACHE_DIR", "~nobody-has-this-name/x")]
+)
+def test_a_misspelt_variable_is_a_mistake(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
     done = invoke("generate")
     assert done.exit_code == 2
-    assert "SAMEBITS_DISABLE" in done.stderr
+    assert done.stderr.startswith(f"samebits: {variable}='{value}' is not understood")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -218,6 +229,40 @@ def test_what_goes_wrong_later_has_an_exit_code_of_its_own(
     done = invoke("generate", "--json")
     assert done.exit_code == code
     assert json.loads(done.stdout)["error"].startswith(line)
+
+
+RUN = (
+    "import sys; from samebits import tiny; from samebits.cli import main\n"
+    "def fail(*_): raise KeyboardInterrupt\n"
+    "tiny.build = fail\n"
+    "main(sys.argv[1:])"
+)
+
+
+@pytest.mark.parametrize("arguments", [["env"], ["env", "--json"], ["generate", "--json"], ["--help"]])
+@pytest.mark.parametrize("stdout", ["closed", "full"])
+def test_a_report_that_nobody_reads_is_no_difference(arguments: list[str], stdout: str) -> None:
+    """Exit code 1 says that a proof found a difference, so an unread pipe or a full disk has another one."""
+    if stdout == "full":
+        target = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, target = os.pipe()
+        os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, *arguments], stdout=target, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(target)
+    assert done.returncode == (130 if arguments[0] == "generate" else 3), done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_without_a_stderr_there_is_no_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "build", lambda *_: pytest.fail("far enough"))
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(pytest.fail.Exception, match="far enough"):
+        main.main(["generate"], standalone_mode=False)
 
 
 def test_without_a_verb_help_is_shown() -> None:

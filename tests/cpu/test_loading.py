@@ -122,6 +122,22 @@ def test_a_pipeline_that_is_not_ours_is_refused(
         find(str(folder))
 
 
+@pytest.mark.parametrize("template", [None, "", "{% for", "{{ 1 / 0 }}", "{{ raise_exception('no') }}"])
+def test_a_chat_template_that_cannot_be_used_is_found_before_a_weight_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, template: str | None
+) -> None:
+    path = folder / "tokenizer/chat_template.jinja"
+    path.unlink() if template is None else path.write_text(template)
+    monkeypatch.setattr(loading, "_load_component", lambda *_: pytest.fail("a weight was read"))
+    if template == "":  # An empty one can be used, and the pipeline does.
+        with pytest.raises(pytest.fail.Exception, match="a weight was read"):
+            load(find(str(folder)), torch.bfloat16, CPU)
+        return
+    with pytest.raises(CheckpointError, match="tokenizer: cannot be loaded") as caught:
+        load(find(str(folder)), torch.bfloat16, CPU)
+    assert "\n" not in str(caught.value)
+
+
 def test_foreign_code_is_refused(folder: Path) -> None:
     edit(folder / "model_index.json", transformer=["my_code", "MyTransformer"])
     with pytest.raises(ModelError, match=r"my_code\.MyTransformer"):
