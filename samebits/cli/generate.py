@@ -129,7 +129,7 @@ def _run(options: Options, result: Result, arguments: dict[str, Any]) -> None:
     """Load, paint as often as asked for, and write the picture as soon as there is one."""
     from samebits.cli._screen import quiet
 
-    progress = not options.as_json and sys.stderr.isatty()
+    progress = not options.as_json and sys.stderr is not None and sys.stderr.isatty()
     with quiet(progress):
         import torch
 
@@ -181,8 +181,7 @@ def _show(options: Options, result: Result, arguments: dict[str, Any]) -> None:
         click.echo(f"{result.report}\n")
         click.echo(summary(result.report.rows))
     if result.proof is not None:
-        nothing = result.proof.equal and not any(row["fused"] for row in result.rows)
-        click.echo(f"{result.proof}{' But no site was fused: eager was compared with eager.' if nothing else ''}")
+        click.echo(f"{result.proof}{_reservation(options, result) if result.proof.equal else ''}")
         if result.proof.first_difference is not None and not result.proof.void:
             click.echo(f"Eager's picture is in {result.output}, the other one beside it.")
     times = ", ".join(f"{name.replace('_', ' ')} {value:.2f} s" for name, value in result.seconds.items())
@@ -193,3 +192,12 @@ def _show(options: Options, result: Result, arguments: dict[str, Any]) -> None:
             click.echo(
                 "Note: the last latents hold NaN or infinity, in eager's own arithmetic too or not: see --prove."
             )
+
+
+def _reservation(options: Options, result: Result) -> str:
+    """Say what makes an equal proof worth less than it looks, or nothing."""
+    if not any(row["fused"] for row in result.rows):
+        return " But no site was fused: eager was compared with eager."
+    if options.host:
+        return " With --host they must: every call is compared there, and eager's own tensors go on."
+    return ""

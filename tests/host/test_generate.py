@@ -41,6 +41,15 @@ def test_the_picture_is_eagers_whatever_the_gate_decides(
     assert {site["op"] for site in found["sites"]} >= {"rms_norm_scale", "qk_norm_rope"}
 
 
+@pytest.mark.host
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_a_proof_that_could_not_fail_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["generate", "--host", *QUICK[:5], "-o", "fox.png"])
+    assert done.exit_code == 0, done.output
+    assert "With --host they must: every call is compared there, and eager's own tensors go on." in done.stdout
+
+
 def test_without_a_compiler_every_site_says_so(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     environment = {**os.environ, "PATH": str(tmp_path / "bin"), "OMP_NUM_THREADS": "1"}
