@@ -117,16 +117,20 @@ class Handle:
         Every site of every denoiser, also those that stay eager.
     models : tuple of torch.nn.Module
         The denoisers it was applied to.
+    gate : Gate
+        Where its sites ask.
     """
 
-    def __init__(self, models: tuple[nn.Module, ...], options: Mapping[str, Any]) -> None:
+    def __init__(self, models: tuple[nn.Module, ...], options: Mapping[str, Any], gate: Gate) -> None:
         self.models = models
+        self.gate = gate
         self.options = dict(options)
         self.sites: tuple[Line, ...] = ()
         self._patches: list[tuple[str, Patch]] = []
         self._graphs: list[DenoiserGraphs] = []
         self._compiled: dict[Line, Callable[[], bool]] = {}
         self._notes: list[str] = []
+        self._entered = 0
 
     def _place(self, prefix: str, model: nn.Module, family: Family, gate: Gate) -> None:
         seen: set[int] = set()
@@ -212,12 +216,15 @@ class Handle:
             graphs.close()
 
     def __enter__(self) -> Handle:
+        self._entered += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.remove()
+        self._entered -= 1
+        if not self._entered:  # Applied again inside, it is the same handle: the outermost block takes it off.
+            self.remove()
 
     def __repr__(self) -> str:
         return f"<samebits.Handle: {len(self.sites)} sites, {'applied' if self.applied else 'not applied'}>"
@@ -259,7 +266,8 @@ def apply(
     """Let samebits answer for the sites of a pipeline's denoisers, or of one denoiser.
 
     Only these instances change, nothing of diffusers does; ``handle.remove()`` takes everything back. Applying
-    again to what is applied already, with the same options, returns the same handle.
+    again to what is applied already, with the same options, returns the same handle; of ``with`` blocks inside one
+    another the outermost takes it off.
 
     Parameters
     ----------
@@ -285,7 +293,7 @@ def apply(
     UnsupportedModelError
         There is no denoiser of a known family in ``target``.
     AlreadyAppliedError
-        A part of ``target`` is applied already, with other options or together with other models.
+        A part of ``target`` is applied already, with other options, another gate or together with other models.
     ValueError
         A limit of graphs that allows none.
     """
@@ -296,19 +304,21 @@ def apply(
     options: dict[str, Any] = {"strict": strict, "host": host, "cuda_graphs": cuda_graphs}
     if cuda_graphs:
         options |= {"max_graphs": max_graphs, "max_graph_bytes": max_graph_bytes}
+    gate = gate or default_gate()
     models = tuple(model for _, model, _ in found)
     handles = {id(owner): owner for _, model, family in found if (owner := _owner(model, family)) is not None}
     for handle in handles.values():
-        if {id(model) for model in handle.models} == {id(model) for model in models} and handle.options == options:
+        same = {id(model) for model in handle.models} == {id(model) for model in models}
+        if same and handle.options == options and handle.gate is gate:
             return handle
         raise AlreadyAppliedError(options=", ".join(f"{name}={value}" for name, value in handle.options.items()))
-    handle = Handle(models, options)
+    handle = Handle(models, options, gate)
     try:
         for name, model, family in found:
             before = len(handle.sites)
-            handle._place(f"{name}." if len(found) > 1 else "", model, family, gate or default_gate())
+            handle._place(f"{name}." if len(found) > 1 else "", model, family, gate)
             if cuda_graphs:
-                handle._place_graphs(name, model, gate or default_gate(), handle.sites[before:])
+                handle._place_graphs(name, model, gate, handle.sites[before:])
     except BaseException:
         handle.remove()
         raise

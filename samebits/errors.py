@@ -166,7 +166,7 @@ class AlreadyAppliedError(SamebitsError, RuntimeError):
     """A part of a model is applied already, and not in the way that was asked for now."""
 
     template = (
-        "a part of this is applied already ({options}), with other options or together with other models. "
+        "a part of this is applied already ({options}), with other options, another gate or other models. "
         "Call remove() on the handle of that apply first."
     )
 

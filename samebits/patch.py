@@ -186,7 +186,8 @@ class Patch:
         if find(module) is not None:
             raise ValueError(f"{type(module).__name__} is patched already: undo that patch first.")
         *_, slot = _chain(module)
-        self._was_absent = slot.get() is None
+        # In a copy of a patched module our own forward is there, and there is no reason to leave it behind.
+        self._was_absent = slot.get() is None or _is_ours(slot.get())
         original = types.MethodType(type(module).forward, module)
         placed = Placed(write(original), owner)
         module.__dict__[_STATE] = placed

@@ -95,9 +95,24 @@ def test_applied_twice_is_the_same_handle() -> None:
     assert touched(model) == []
 
 
+def test_of_nested_blocks_the_outermost_removes() -> None:
+    model = qwen()
+    with apply(model) as outer:
+        with apply(model) as inner, apply(model):
+            assert inner is outer
+        assert outer.applied
+    assert not outer.applied
+    assert touched(model) == []
+    with apply(model) as handle, apply(model):
+        handle.remove()
+        assert not handle.applied
+
+
 def test_applied_twice_in_two_ways_is_an_error() -> None:
     model, other = qwen(), qwen(seed=9)
     handle = apply(model)
+    with pytest.raises(AlreadyAppliedError, match="with other options, another gate"):
+        apply(model, gate=KernelGate())
     with pytest.raises(AlreadyAppliedError, match=r"strict=False, host=False.*remove\(\)"):
         apply(model, strict=True)
     with pytest.raises(AlreadyAppliedError):
@@ -213,7 +228,7 @@ def test_deep_copy_of_an_applied_model_is_eager_equal_and_independent() -> None:
     own.remove()
     check_same_bits(run(other, inputs), changed)
     handle.remove()
-    assert touched(model) == []
+    assert touched(model) == touched(other) == []
 
 
 def test_deep_copy_of_a_pipeline_keeps_its_handle_out() -> None:

@@ -177,7 +177,7 @@ def test_inside_a_foreign_wrapper_an_undone_patch_only_passes_on() -> None:
     assert value_of(module) == 6.0
     assert counting.calls == 2
     assert again.undo() is None
-    assert module.__dict__["forward"] == types.MethodType(Scale.forward, module)
+    assert "forward" not in module.__dict__
 
 
 def acts(module: nn.Module, counting: Counting | None) -> dict[str, Any]:
@@ -289,6 +289,16 @@ def test_deep_copy_is_eager_equal_and_independent() -> None:
     patch.undo()
     assert value_of(other) == 25.0
     assert mine.calls == 1
+
+
+def test_a_patched_copy_is_as_if_it_had_never_been_one() -> None:
+    module = Scale()
+    patch = Patch(module, Counting())
+    other = copy.deepcopy(module)
+    Patch(other, Counting()).undo()
+    assert "forward" not in other.__dict__
+    patch.undo()
+    assert module.__dict__.keys() == other.__dict__.keys() == Scale().__dict__.keys()
 
 
 def test_pickle_holds_nothing_of_ours() -> None:
