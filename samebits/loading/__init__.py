@@ -31,6 +31,9 @@ _PATCH = 2
 _TEXT_TOKENS = 1024
 """The longest prompt that ``QwenImagePipeline`` passes on."""
 
+_EMBEDDED = {"tiny-qwen-image": ("QwenImagePipeline", 2), "tiny-z-image": ("ZImagePipeline", 1)}
+"""The class of each embedded pipeline, and how many steps its schedule needs."""
+
 
 def find(model: str) -> Source:
     """Find out what a name stands for. Reads small files only, from the disk or from the hub.
@@ -49,9 +52,8 @@ def find(model: str) -> Source:
         The folder is broken.
     """
     if model in tiny.NAMES:
-        qwen = model == "tiny-qwen-image"
-        name = "QwenImagePipeline" if qwen else "ZImagePipeline"
-        return Source(model, name, None, False, False, 8 * _PATCH, 512 * 8 * _PATCH, 2 if qwen else 1)
+        name, fewest_steps = _EMBEDDED[model]
+        return Source(model, name, None, False, False, 8 * _PATCH, 512 * 8 * _PATCH, fewest_steps)
     path, there = _on_disk(model)
     if there:
         if not path.is_dir():
