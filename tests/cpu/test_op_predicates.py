@@ -246,6 +246,10 @@ def check_structure(op: Op, args: Arguments) -> None:
     assert structures[0] == structures[1], [(t.shape, t.stride()) for t in args if isinstance(t, Tensor)]
 
 
+PLAIN = ("contiguous", "gaps", "permuted", "expanded")
+"""Kinds of views whose dimensions do not overlap in part and have the strides that they should have."""
+
+
 class Views:
     """Views with strides that nobody thought of, drawn from a seed."""
 
@@ -258,9 +262,9 @@ class Views:
     def often(self) -> bool:
         return self.random.random() < 0.4
 
-    def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def view(self, shape: tuple[int, ...], dtype: torch.dtype, *kinds: str) -> Tensor:
         """Zeros: contiguous, with gaps, permuted, expanded, overlapping, or with any strides where no step is taken."""
-        kind = self.pick("contiguous", "gaps", "permuted", "expanded", "overlapping", "unused")
+        kind = self.pick(*(kinds or ("contiguous", "gaps", "permuted", "expanded", "overlapping", "unused")))
         order = list(range(len(shape)))[::-1]
         if kind == "permuted" and len(shape) > 1:
             outer = order[1:]
@@ -304,10 +308,10 @@ class Views:
     def gated(self, *, norm: bool = False) -> Arguments:
         batch, tokens, dtype = self.pick(1, 1, 2, 3), self.pick(1, 1, 2, 5), self.pick(BF16, FP16, FP32)
         rows = self.pick(1, 2, 2, 3) * batch
-        h, gate = self.view((batch, tokens, 8), dtype), self.view((rows, 8), dtype)
-        y = torch.zeros(batch, 1, 8, dtype=dtype) if tokens == 1 else self.view((batch, tokens, 8), dtype)
-        modulation = (*(self.view((rows, 8), dtype) for _ in range(2)), 1e-6) if norm else ()
-        args = h, gate, y, *modulation, self.pick(False, True)
+        h = self.view((batch, tokens, 8), dtype, *PLAIN)
+        y = self.view((batch, tokens, 8), dtype, *(PLAIN if tokens > 1 else PLAIN[:2]))
+        gate, *modulation = (self.view((rows, 8), dtype, *PLAIN) for _ in range(3 if norm else 1))
+        args = h, gate, y, *modulation, *([1e-6] if norm else []), self.pick(False, True)
         return (*args, self.view((batch, tokens), torch.int64)) if rows == 2 * batch else args
 
     def gated_norm(self) -> Arguments:
@@ -324,7 +328,7 @@ class Views:
     def halves(self) -> Arguments:
         shape = self.pick((5, 8), (2, 5, 8), (1, 5, 8), (1, 1, 8), (2, 1, 8), (8,), (2, 1, 3, 8))
         dtype = self.pick(BF16, FP16, FP32)
-        return self.view(shape, dtype), self.view(shape, dtype)
+        return self.view(shape, dtype, *PLAIN), self.view(shape, dtype, *PLAIN)
 
     def one(self) -> Arguments:
         return self.halves()[:1]
