@@ -136,3 +136,83 @@ def unusual_rows(width: int, dtype: torch.dtype, device: torch.device) -> torch.
     rows[5, 0], rows[5, 1] = float("inf"), float("-inf")
     rows[6] = float("nan")
     return rows
+
+
+def residual_args(h: torch.Tensor, y: torch.Tensor, seed: int = 6, *, clip: bool = False) -> Args:
+    """``h, y (B, S, D)`` with the gate as a slice of one projection: what ``gated_residual`` takes."""
+    return h, _chunks(h, 3, seed)[2], y, clip
+
+
+def residual_modulate_args(h: torch.Tensor, y: torch.Tensor, seed: int = 6, *, clip: bool = False) -> Args:
+    """The same for ``gated_residual_norm_modulate``: shift, scale and gate are slices of one projection."""
+    shift, scale, gate = _chunks(h, 3, seed)
+    return h, gate, y, scale, shift, 1e-6, clip
+
+
+def residual_rms_args(x: torch.Tensor, y: torch.Tensor, form: str = "modulated", seed: int = 7) -> Args:
+    """``x, y (B, S, D)`` for ``gated_residual_rms_norm``; ``form``: modulated, per-token, plain or last."""
+    batch, tokens, width = x.shape
+    rows = tokens if form == "per-token" else 1
+    weights = 1 + randn(2, width, dtype=torch.float32, device=x.device, seed=4, amplitude=0.1)
+    y_weight, weight = (w.clone() for w in weights.to(x.dtype))
+    gate, scale = randn(batch, rows, 2 * width, dtype=x.dtype, device=x.device, seed=seed).chunk(2, dim=-1)
+    if form == "plain":
+        return x, None, y, y_weight, weight, None, 1e-5
+    if form == "last":
+        return x, gate.tanh(), y, y_weight, None, None, 1e-5
+    return x, gate.tanh(), y, y_weight, weight, 1.0 + scale, 1e-5
+
+
+def _chunks(x: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, ...]:
+    batch, _, width = x.shape
+    return randn(batch, count * width, dtype=x.dtype, device=x.device, seed=seed).chunk(count, dim=-1)
+
+
+def rope_stream(
+    batch: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 8,
+    *,
+    values: bool = True,
+    per_sample: bool = False,
+    weight_dtype: torch.dtype | None = None,
+) -> tuple[Any, ...]:
+    """One stream of ``qk_norm_rope``: query, key and value as slices of one projection, weights, a unit table."""
+    projection = randn(batch, tokens, 3 * heads * head_dim, dtype=dtype, device=device, seed=seed)
+    q, k, v = (part.unflatten(-1, (heads, head_dim)) for part in projection.chunk(3, dim=-1))
+    weights = 1 + randn(2, head_dim, dtype=torch.float32, device=device, seed=3, amplitude=0.1)
+    weights = weights.to(weight_dtype or dtype)
+    shape = (batch, tokens, head_dim // 2) if per_sample else (tokens, head_dim // 2)
+    angles = randn(*shape, dtype=torch.float32, device=device, seed=seed + 1, amplitude=3.0)
+    table = torch.polar(torch.ones_like(angles), angles)
+    return q, k, v if values else None, weights[0].clone(), weights[1].clone(), table
+
+
+NO_TEXT = (None,) * 6
+"""The text stream of ``qk_norm_rope`` where there is none."""
+
+
+def every_half(dtype: torch.dtype, device: torch.device, times: int = 1, more: int = 0) -> torch.Tensor:
+    """All 65,536 bf16 or fp16 values so many times, and a few more."""
+    integers = torch.arange(times * 65536 + more, device=device, dtype=torch.int32)
+    return integers.to(torch.int16).view(dtype)
+
+
+def special_values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``(16,)``: zeros, ones, subnormals, the ends of the range, infinities and two NaNs with a payload."""
+    limits = torch.finfo(dtype)
+    least, most, inf = limits.smallest_normal, limits.max, torch.inf
+    values = [0.0, -0.0, 1.0, -1.0, 1.0078125, -3.0, least / 4, -least / 4, least, most, -most, 6e4, inf, -inf]
+    wide = dtype is torch.float32
+    nans = [0x7FC00001, 0xFFC00001 - (1 << 32)] if wide else [0x7FC1, 0xFFC1 - (1 << 16)]
+    integers = torch.tensor(nans, dtype=torch.int32 if wide else torch.int16)
+    return torch.cat([torch.tensor(values).to(dtype), integers.view(dtype)]).to(device)
+
+
+def special_triples(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """``(4096,)`` thrice: every special value with every other two."""
+    return tuple(part.flatten() for part in torch.meshgrid(*[special_values(dtype, device)] * 3, indexing="ij"))

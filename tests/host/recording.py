@@ -4,21 +4,22 @@ A case is an op's arguments and its eager outputs. A tensor may be stored as a *
 whole of it: how a mean is summed depends on the number of rows and not on what they hold, so seventeen equal rows
 prove as much as seventeen others and need one row of space.
 
-``rsqrt`` of the GPU is an approximation. The file holds ``(x, torch.rsqrt(x))`` for every value that the emulated
-chains of the recorded cases take the root of, as computed on that GPU.
+``rsqrt``, ``exp`` and ``tanh`` of the GPU are approximations. The file holds ``(x, torch.rsqrt(x))`` for every value
+that the emulated chains of the recorded cases take the root of, as computed on that GPU, and the same of the others.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from binary32 import BITS, F32
+from binary32 import BITS, F32, Unary
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -33,28 +34,43 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(BITS[a.dtype]), b.contiguous().view(BITS[b.dtype]))
 
 
-class RsqrtTable:
-    """A GPU's ``rsqrt`` at the recorded values; callable like ``binary32.rsqrt``.
+FUNCTIONS = ("rsqrt", "exp", "tanh")
+"""torch's names of the functions whose values are recorded; CUDA's have an ``f`` at the end."""
+
+
+class FunctionTable:
+    """A GPU's function at the recorded values; callable like its namesake in ``binary32``.
 
     Raises
     ------
     KeyError
-        For a value that was not recorded: somebody computed another variance than the recorded chain has.
+        For a value that was not recorded: somebody computed another argument than the recorded chain has.
     """
 
-    def __init__(self, inputs: F32, outputs: F32) -> None:
+    def __init__(self, name: str, inputs: F32, outputs: F32) -> None:
         order = np.argsort(inputs.view(np.uint32))
-        self.inputs, self.outputs = inputs[order], outputs[order]
+        self.name, self.inputs, self.outputs = name, inputs[order], outputs[order]
         self._keys = self.inputs.view(np.uint32)
 
     def __call__(self, x: F32) -> F32:
-        # NaN has many patterns and one root.
+        # NaN has many patterns and one result.
         wanted = np.where(np.isnan(x), np.uint32(0x7FFFFFFF), np.ascontiguousarray(x, np.float32).view(np.uint32))
         at = np.searchsorted(self._keys, wanted).clip(max=max(len(self._keys) - 1, 0))
         missing = wanted[self._keys[at] != wanted] if len(self._keys) else wanted
         if missing.size:
-            raise KeyError(f"rsqrt({missing.view(np.float32).flat[0]!r}) was not recorded: record the cases again")
+            value = missing.view(np.float32).flat[0]
+            raise KeyError(f"{self.name}({value!r}) was not recorded: record the cases again")
         return self.outputs[at]
+
+    def bits(self) -> tuple[list[int], list[int]]:
+        """Arguments and results as ``samebits.host.recorded`` takes them."""
+        inputs, outputs = (part.view(np.uint32).tolist() for part in (self.inputs, self.outputs))
+        return inputs, outputs
+
+
+def functions_of(chain: Callable[..., Any], functions: Mapping[str, Unary]) -> dict[str, Unary]:
+    """Those of ``functions`` that an emulated chain lets itself be handed."""
+    return {name: function for name, function in functions.items() if name in signature(chain).parameters}
 
 
 @dataclass(frozen=True)
@@ -72,7 +88,7 @@ class Recording:
     """Everything in the file."""
 
     cases: tuple[RecordedCase, ...]
-    rsqrt: RsqrtTable
+    functions: Mapping[str, FunctionTable]
     environment: Mapping[str, Any]
 
 
@@ -89,11 +105,13 @@ def _tile_of(tensor: torch.Tensor, repeats: list[int] | None) -> torch.Tensor:
 def save(
     path: Path,
     cases: Iterable[tuple[RecordedCase, Mapping[int, list[int]], Mapping[int, list[int]]]],
-    table: RsqrtTable,
+    tables: Mapping[str, FunctionTable],
     environment: Mapping[str, Any],
 ) -> None:
     """Write the file. With every case come the repeats of its arguments and of its outputs, by position."""
-    tensors = {"rsqrt/inputs": torch.from_numpy(table.inputs), "rsqrt/outputs": torch.from_numpy(table.outputs)}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, table in tables.items():
+        tensors[f"{name}/inputs"], tensors[f"{name}/outputs"] = map(torch.from_numpy, (table.inputs, table.outputs))
     known: dict[tuple[torch.dtype, torch.Size, bytes], str] = {}  # equal tensors are stored once
     listing = []
     for case, arg_repeats, output_repeats in cases:
@@ -148,5 +166,10 @@ def load(path: Path = FILE) -> Recording:
             )
             for entry in json.loads(metadata["cases"])
         )
-        table = RsqrtTable(file.get_tensor("rsqrt/inputs").numpy(), file.get_tensor("rsqrt/outputs").numpy())
-    return Recording(cases, table, json.loads(metadata["environment"]))
+        parts = {name: [f"{name}/inputs", f"{name}/outputs"] for name in FUNCTIONS}
+        tables = {
+            name: FunctionTable(name, *(file.get_tensor(key).numpy() for key in keys))
+            for name, keys in parts.items()
+            if keys[0] in file.keys()  # noqa: SIM118 - the file is no mapping
+        }
+    return Recording(cases, tables, json.loads(metadata["environment"]))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,13 +13,13 @@ import aten_chains
 import numpy as np
 import pytest
 import torch
-from binary32 import BITS, F32
+from binary32 import BITS, Unary
 from kernel_runs import MISSING, difference
-from recording import FILE, RecordedCase, Recording, RsqrtTable, load, same_bits
+from recording import FILE, FUNCTIONS, FunctionTable, RecordedCase, Recording, functions_of, load, same_bits
 
 from samebits import host
 from samebits.bits import Difference
-from samebits.ops import by_name
+from samebits.ops import OPS, by_name
 
 RECORDER = Path(__file__).parents[1] / "gpu" / "record.py"
 
@@ -31,13 +32,17 @@ def _as_tuple(value: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Ten
     return (value,) if isinstance(value, torch.Tensor) else value
 
 
-def _emulate(case: RecordedCase, rsqrt: RsqrtTable) -> tuple[torch.Tensor, ...]:
-    return _as_tuple(getattr(aten_chains, case.op)(*case.args, rsqrt=rsqrt))
+def _emulate(case: RecordedCase, functions: Mapping[str, Unary]) -> tuple[torch.Tensor, ...]:
+    chain = getattr(aten_chains, case.op)
+    return _as_tuple(chain(*case.args, **functions_of(chain, functions)))
 
 
-def _cpu_rsqrt(x: F32) -> F32:
+def _of_cpu(name: str) -> Unary:
     """Another approximation than the correctly rounded one: torch's on this CPU."""
-    return torch.rsqrt(torch.from_numpy(np.asarray(x, np.float32))).numpy()
+    return lambda x: getattr(torch, name)(torch.from_numpy(np.asarray(x, np.float32))).numpy()
+
+
+CPU = {name: _of_cpu(name) for name in FUNCTIONS}
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +61,13 @@ def recorder() -> ModuleType:
 @pytest.fixture(scope="module")
 def rehearsal(recorder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Recording:
     def stand_in(op: str):
-        return lambda *args: getattr(aten_chains, op)(*args, rsqrt=_cpu_rsqrt)
+        chain = getattr(aten_chains, op)
+        return lambda *args: chain(*args, **functions_of(chain, CPU))
 
     path = tmp_path_factory.mktemp("recorded") / "rehearsal.safetensors"
     references = {name: stand_in(name) for name in recorder.CASES}
     assert recorder.main(path, torch.device("cpu"), references, {"gpu": "none"}) == 0
-    assert path.stat().st_size < 640 * 1024
+    assert path.stat().st_size < 900 * 1024
     return load(path)
 
 
@@ -77,7 +83,7 @@ def test_a_recording_gives_back_what_was_recorded(recorder: ModuleType, rehearsa
                 assert torch.equal(stored, given)
             else:
                 assert stored == given
-        assert all(map(same_bits, _emulate(case, rehearsal.rsqrt), case.outputs))
+        assert all(map(same_bits, _emulate(case, rehearsal.functions), case.outputs))
     assert rehearsal.environment == {"gpu": "none"}
 
 
@@ -92,12 +98,12 @@ def test_the_recorded_rows_tell_the_trees_apart(recorder: ModuleType, rehearsal:
 
 def test_a_root_that_was_not_recorded_is_an_error(rehearsal: Recording) -> None:
     with pytest.raises(KeyError, match="not recorded"):
-        rehearsal.rsqrt(np.array([123.456], np.float32))
+        rehearsal.functions["rsqrt"](np.array([123.456], np.float32))
     case = next(case for case in rehearsal.cases if case.name == "rms_norm_scale 5x3840 bf16")
     x = case.args[0].clone()
     x.view(torch.int16)[0, 0, 0] += 64
     with pytest.raises(KeyError, match="not recorded"):
-        _emulate(replace(case, args=(x, *case.args[1:])), rehearsal.rsqrt)
+        _emulate(replace(case, args=(x, *case.args[1:])), rehearsal.functions)
 
 
 def test_the_recorder_tells_when_the_emulator_or_eager_itself_differs(
@@ -106,14 +112,14 @@ def test_the_recorder_tells_when_the_emulator_or_eager_itself_differs(
     calls = 0
 
     def wrong(*args: object) -> torch.Tensor:
-        y = aten_chains.rms_norm_scale(*args, rsqrt=_cpu_rsqrt)
+        y = aten_chains.rms_norm_scale(*args, rsqrt=CPU["rsqrt"])
         y.view(BITS[y.dtype]).view(-1)[-1] ^= 1
         return y
 
     def unsteady(*args: object) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        return wrong(*args) if calls == 2 else aten_chains.rms_norm_scale(*args, rsqrt=_cpu_rsqrt)
+        return wrong(*args) if calls == 2 else aten_chains.rms_norm_scale(*args, rsqrt=CPU["rsqrt"])
 
     def only(case: str) -> None:
         chosen = [made for made in original() if made[0] == case]
@@ -157,13 +163,15 @@ NAMES = [case.name for case in CASES]
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_the_emulator_gives_the_bits_of_the_gpu(case: RecordedCase) -> None:
     assert RECORDED is not None
-    emulated = _emulate(case, RECORDED.rsqrt)
+    emulated = _emulate(case, RECORDED.functions)
     assert len(emulated) == len(case.outputs)
     assert all(map(same_bits, emulated, case.outputs))
 
 
-def _run_with(table: RsqrtTable, case: RecordedCase) -> Difference | None:
-    with host.recorded("rsqrtf", *(part.view(np.uint32).tolist() for part in (table.inputs, table.outputs))):
+def _run_with(tables: Mapping[str, FunctionTable], case: RecordedCase) -> Difference | None:
+    with ExitStack() as stack:
+        for name, table in tables.items():
+            stack.enter_context(host.recorded(f"{name}f", *table.bits()))
         return difference(by_name(case.op), case.args, case.outputs)
 
 
@@ -172,18 +180,36 @@ def _run_with(table: RsqrtTable, case: RecordedCase) -> Difference | None:
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_the_kernels_source_gives_the_bits_of_the_gpu(case: RecordedCase) -> None:
     assert RECORDED is not None
-    assert _run_with(RECORDED.rsqrt, case) is None
+    assert _run_with(RECORDED.functions, case) is None
 
 
 @needs_the_compiler
-def test_kernels_take_the_recorded_roots(rehearsal: Recording) -> None:
-    # The rehearsal's roots are those of this CPU's torch, which are not all correctly rounded.
-    moved = RsqrtTable(rehearsal.rsqrt.inputs, np.nextafter(rehearsal.rsqrt.outputs, np.float32(2)))
-    for name in (
-        "layer_norm_modulate 9x132 fp32",
-        "qk_norm torch 5+1x64 fp32 weight fp32",
-        "rms_norm_scale 2x256 fp32",
-    ):
-        case = next(case for case in rehearsal.cases if case.name == name)
-        assert _run_with(rehearsal.rsqrt, case) is None
-        assert _run_with(moved, case) is not None
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("layer_norm_modulate 9x132 fp32", "rsqrt"),
+        ("qk_norm torch 5+1x64 fp32 weight fp32", "rsqrt"),
+        ("rms_norm_scale 2x256 fp32", "rsqrt"),
+        ("gated_residual_norm_modulate 2x68 fp32", "rsqrt"),
+        ("gated_residual_rms_norm modulated 2x256 fp32", "rsqrt"),
+        ("qk_norm_rope diffusers 1+2x128 fp32 weight fp32", "rsqrt"),
+        ("gelu_tanh 256 fp32", "tanh"),
+        ("swiglu 256 fp32", "exp"),
+    ],
+)
+def test_kernels_take_the_recorded_values(rehearsal: Recording, name: str, function: str) -> None:
+    # The rehearsal's values are those of this CPU's torch, which are not all correctly rounded.
+    table = rehearsal.functions[function]
+    moved = FunctionTable(function, table.inputs, np.nextafter(table.outputs, np.float32(2)))
+    case = next(case for case in rehearsal.cases if case.name == name)
+    assert _run_with(rehearsal.functions, case) is None
+    assert _run_with({**rehearsal.functions, function: moved}, case) is not None
+
+
+@needs_the_compiler
+@pytest.mark.parametrize("op", [op.name for op in OPS])
+def test_every_op_is_recorded_and_runs(rehearsal: Recording, op: str) -> None:
+    cases = [case for case in rehearsal.cases if case.op == op]
+    assert {t.dtype for case in cases for t in case.args[:1]} == {torch.float32, torch.float16, torch.bfloat16}
+    for case in cases[:: -(-len(cases) // 6)]:  # some of them; with a GPU's own values all are run
+        assert _run_with(rehearsal.functions, case) is None
