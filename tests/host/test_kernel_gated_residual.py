@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import aten_chains
 import pytest
 import torch
@@ -83,6 +86,24 @@ def test_gated_residual_of_views(dtype: torch.dtype) -> None:
         assert layout_of_eager(GATED_RESIDUAL, args) is None
 
 
+def test_every_layout_that_is_taken_gives_a_contiguous_result() -> None:
+    def layouts() -> Iterator[torch.Tensor]:
+        yield torch.zeros(2, 3, 8)
+        yield torch.zeros(2, 3, 16)[..., :8]
+        yield torch.zeros(3, 2, 8).transpose(0, 1)
+        yield torch.zeros(3, 1, 8).transpose(0, 1).expand(2, 3, 8)
+        yield torch.zeros(2, 1, 8).expand(2, 3, 8)
+        yield torch.zeros(1, 1, 8).expand(2, 3, 8)
+
+    taken = 0
+    for h, y, batch, tokens in itertools.product(layouts(), layouts(), (1, 2), (1, 3)):
+        args = (h[:batch, :tokens], torch.zeros(batch, 8), y[:batch, :tokens])
+        if GATED_RESIDUAL.unsupported(*args) is None:
+            taken += 1
+            assert layout_of_eager(GATED_RESIDUAL, args) is None, (args[0].stride(), args[2].stride())
+    assert taken == 48
+
+
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_special_value_with_every_other_two(dtype: torch.dtype, clip: bool) -> None:
@@ -135,8 +156,8 @@ def test_what_is_declined() -> None:
         ((h, gate.repeat(2, 1), y, False, index[:, :4]), "index must be (2, 5)"),
         ((h.transpose(1, 2).contiguous().transpose(1, 2), gate, y), "rows of h must be contiguous"),
         ((h, gate, randn((2, 5, 65), FP32, 1)[..., 1:]), "rows of y must be contiguous and aligned"),
-        ((h.transpose(0, 1).contiguous().transpose(0, 1), gate, y), "in their order and apart"),
-        ((h[:, :1].expand(2, 5, 64), gate, y), "in their order and apart"),
+        ((h.transpose(0, 1).contiguous().transpose(0, 1), gate, y), "one after another"),
+        ((h[:, :1].expand(2, 5, 64), gate, y), "one after another and apart"),
         ((h, gate.to("meta"), y), "one device"),
     ):
         assert words in str(GATED_RESIDUAL.unsupported(*args)), words
