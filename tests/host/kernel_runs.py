@@ -61,18 +61,22 @@ def run(op: Op, *args: Any) -> tuple[torch.Tensor, ...]:
     Raises
     ------
     AssertionError
-        If the op does not take the arguments, if an input changed, or if the outputs were not written exactly.
+        If the op does not take the arguments, if an input changed, if the outputs were not written exactly, or if the
+        memory that a verified call takes by itself is other memory or holds other bits.
     """
     reason = op.unsupported(*args)
     assert reason is None, reason
     outputs = [GuardedOutput(like) for like in op.allocate(*args)]
     inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
     before = [_view_of(arg.untyped_storage()).clone() for arg in inputs]
-    op.prepare(*args)(*args, out=tuple(output.tensor for output in outputs))
+    launch = op.prepare(*args)
+    launch(*args, out=tuple(output.tensor for output in outputs))
     for position, (arg, content) in enumerate(zip(inputs, before, strict=True)):
         assert torch.equal(_view_of(arg.untyped_storage()), content), f"input {position} was written"
     for output in outputs:
         assert output.problem() is None, output.problem()
+    own = compare(as_tuple(launch(*args)), tuple(output.tensor for output in outputs))
+    assert own is None, f"without memory from the gate: {own}"
     return tuple(_with_one_nan(output.tensor) for output in outputs)
 
 

@@ -62,6 +62,16 @@ def test_qk_norm_of_a_fused_projection(kind: str, dtype: torch.dtype, weight_dty
 
 
 @pytest.mark.parametrize(("kind", "dtype", "weight_dtype", "width"), ALL, ids=_name)
+def test_qk_norm_of_heads_that_lie_apart(kind: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> None:
+    """Query, key and value of one head side by side, and keys alone: every step of the two differs."""
+    fused = randn((2, 5, HEADS, 3, width), dtype, 2, 2.0)
+    k = randn((3, 7, K_HEADS, width), dtype, 3, 0.5)
+    for args in ((fused[..., 0, :], k), (k, fused[..., 1, :])):
+        args = (*args, *weights(width, weight_dtype), EPS, kind)
+        assert difference(QK_NORM, args, aten_chains.qk_norm(*args)) is None
+
+
+@pytest.mark.parametrize(("kind", "dtype", "weight_dtype", "width"), ALL, ids=_name)
 def test_qk_norm_of_odd_rows(kind: str, dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> None:
     q = torch.cat([odd_rows(width, dtype), odd_rows(width, dtype, 9)[:10]]).unflatten(0, (1, 7, HEADS))
     k = odd_rows(width, dtype, 8).flip(-1)[None, :, None].contiguous()
