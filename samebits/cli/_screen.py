@@ -70,4 +70,4 @@ def summary(rows: Sequence[Any]) -> str:
         return f"{line}."
     (first, _), *others = reasons.most_common()
     more = f" ({len(others)} more {'reason' if len(others) == 1 else 'reasons'} above)" if others else ""
-    return f"{line}: {first}{more}"
+    return f"{line}{'; elsewhere' if fused or partly else ''}: {first}{more}"

@@ -278,8 +278,9 @@ def test_the_summary_counts_a_site_as_fused_only_when_eager_answered_nothing_but
         return SimpleNamespace(fused=fused, reasons=named)
 
     assert summary([row(3), row(2, compared=1)]) == "2 of 2 sites fused."
-    assert summary([row(3), row(0, no_GPU=4)]) == "1 of 2 sites fused: no GPU"
+    assert summary([row(3), row(0, no_GPU=4)]) == "1 of 2 sites fused; elsewhere: no GPU"
     assert summary([row(0, **{"unsupported: no_GPU": 4})]) == "0 of 1 sites fused: no GPU"
     mixed = [row(2, compared=1, refused=1), row(1, refused=2), row(0, odd=1), row(5)]
-    assert summary(mixed) == "1 of 4 sites fused, 2 more at some of their calls: refused (1 more reason above)"
+    partly = "1 of 4 sites fused, 2 more at some of their calls; elsewhere: refused (1 more reason above)"
+    assert summary(mixed) == partly
     assert summary([row(0, compared=1)]) == "0 of 1 sites fused."
