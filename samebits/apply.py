@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,6 +20,9 @@ from samebits.models._family import Line, Replacement
 from samebits.ops import by_name
 from samebits.patch import Patch, find, obstacle
 from samebits.verify import OUT_OF_MEMORY
+
+# Two threads that apply to one pipeline must not each place half. Reentrant: a signal handler may remove a handle.
+_lock = threading.RLock()
 
 NEVER_CALLED = "never called (a call that torch.compile traces runs diffusers' own lines and is not counted)"
 COMPILED = "torch.compile runs this part of the model: its graph is diffusers' own"
@@ -207,12 +212,13 @@ class Handle:
         know still holds one of our forwards, that forward only passes on to the original from now on, and the
         report says so.
         """
-        while self._patches:
-            path, patch = self._patches.pop()
-            left = patch.undo()
-            if left is not None:
-                self._notes.append(f"{path}: {left}.")
-        for graphs in self._graphs:
+        with _lock:
+            while self._patches:
+                path, patch = self._patches.pop()
+                left = patch.undo()
+                if left is not None:
+                    self._notes.append(f"{path}: {left}.")
+        for graphs in self._graphs:  # These have locks of their own.
             graphs.close()
 
     def __enter__(self) -> Handle:
@@ -305,6 +311,12 @@ def apply(
     if cuda_graphs:
         options |= {"max_graphs": max_graphs, "max_graph_bytes": max_graph_bytes}
     gate = gate or default_gate()
+    with _lock:
+        return _apply(found, options, gate)
+
+
+def _apply(found: list[tuple[str, nn.Module, Family]], options: dict[str, Any], gate: Gate) -> Handle:
+    """Return the handle that stands for exactly this already, or place everything."""
     models = tuple(model for _, model, _ in found)
     handles = {id(owner): owner for _, model, family in found if (owner := _owner(model, family)) is not None}
     for handle in handles.values():
@@ -317,7 +329,7 @@ def apply(
         for name, model, family in found:
             before = len(handle.sites)
             handle._place(f"{name}." if len(found) > 1 else "", model, family, gate)
-            if cuda_graphs:
+            if options["cuda_graphs"]:
                 handle._place_graphs(name, model, gate, handle.sites[before:])
     except BaseException:
         handle.remove()
@@ -359,3 +371,13 @@ def _along(model: nn.Module, path: str) -> Iterator[nn.Module]:
 
 def _is_compiled(module: nn.Module) -> bool:
     return unwrapped(module) is not module or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def _after_fork_in_child() -> None:
+    """Whoever held the lock stayed in the parent."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

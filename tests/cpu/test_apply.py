@@ -6,6 +6,8 @@ import copy
 import gc
 import json
 import pickle
+import sys
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +95,35 @@ def test_applied_twice_is_the_same_handle() -> None:
     assert again.applied
     again.remove()
     assert touched(model) == []
+
+
+def test_threads_that_apply_at_once_get_one_handle() -> None:
+    model, handles, errors = qwen(num_layers=1), [], []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(60):
+            start = threading.Barrier(3)
+
+            def body(start: threading.Barrier = start) -> None:
+                start.wait()
+                try:
+                    handles.append(apply(model))
+                except Exception as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=body) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert errors == []
+            assert len({id(handle) for handle in handles}) == 1
+            handles.pop().remove()
+            handles.clear()
+            assert touched(model) == []
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_of_nested_blocks_the_outermost_removes() -> None:
