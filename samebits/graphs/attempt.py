@@ -77,7 +77,7 @@ def watch(forward: Forward, call: Call, args: Any, kwargs: Any, state: ModelStat
 
     # The copies are strided and aligned as the originals, so they have the same key.
     again = read(given[0], given[1], backend.place)
-    if isinstance(again, str) or again.key != call.key or list(map(id, again.leaves)) != list(map(id, views)):
+    if isinstance(again, str) or again.arguments != call.arguments or list(map(id, again.leaves)) != list(map(id, views)):
         raise Unfit("the forward changes its arguments")
     if [view._version for view in views] != versions:
         raise Unfit("the forward writes to its arguments")
@@ -87,6 +87,8 @@ def watch(forward: Forward, call: Call, args: Any, kwargs: Any, state: ModelStat
         raise Unfit(f"the forward returns {error}", result) from None
     if recorder.gave_back(output.leaves):
         raise Unfit("the forward returns memory that was there before")
+    if again.switches != call.switches:
+        raise Unfit("the forward changes a switch of torch", result, may_pass=True)
     change = state.change() or ("a weight was written" if state.versions() != weights else None)
     if change is not None:
         raise Unfit(f"the forward changes the model ({change})", result, may_pass=True)

@@ -23,10 +23,22 @@ _BY_VALUE = (int, bool, str, bytes, complex, type(None), torch.dtype, torch.devi
 
 
 class Call(NamedTuple):
-    """One call: what it can share a graph by, and its tensors in the order in which they occur."""
+    """One call: what it can share a graph by, and its tensors in the order in which they occur.
 
-    key: Key
+    Attributes
+    ----------
+    switches, arguments : tuple
+        The two parts of ``key``: the switches when the call came, and what its arguments are.
+    """
+
+    switches: Key
+    arguments: Key
     leaves: list[Tensor]
+
+    @property
+    def key(self) -> Key:
+        """What calls that may share a graph have in common."""
+        return self.switches, self.arguments
 
 
 class _Unfit(Exception):
@@ -64,7 +76,7 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Call | 
         return "no argument is a tensor"
     if any(leaf.device != leaves[0].device for leaf in leaves):
         return "the arguments are on different devices"
-    return Call((*switches(), *key), leaves)
+    return Call(switches(), tuple(key), leaves)
 
 
 def _read(value: Any, key: list[Any], leaves: list[Tensor], place: Place) -> None:
@@ -119,7 +131,11 @@ def _why_not(tensor: Tensor, device_type: str) -> str | None:
 
 
 def switches() -> Key:
-    """The switches of torch and diffusers under which eager may choose another kernel."""
+    """The switches of torch and diffusers under which eager may choose another kernel.
+
+    torch settles some of them by itself when they are first needed: the order of the attention back ends changes in
+    the first attention on a GPU of the Hopper generation or later.
+    """
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
     return (
@@ -138,10 +154,12 @@ def switches() -> Key:
         cudnn.benchmark,
         cudnn.deterministic,
         _ask(lambda: cudnn.allow_tf32),
+        _ask(lambda: cudnn.conv.fp32_precision),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
+        _ask(cuda.fp16_bf16_reduction_math_sdp_allowed),
         _ask(lambda: tuple(torch._C._get_sdp_priority_order())),
         F.scaled_dot_product_attention,  # which people replace by another one
         _active_attention(),

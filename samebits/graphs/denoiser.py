@@ -27,7 +27,7 @@ from torch import nn
 
 from samebits.errors import ContractViolation
 from samebits.graphs.attempt import Graph, OtherBits, Unfit, Watched, capture, watch
-from samebits.graphs.calls import Call, Key, Output, read
+from samebits.graphs.calls import Call, Key, Output, read, switches
 from samebits.graphs.cuda import Backend, CudaBackend, Pool
 from samebits.graphs.model_state import TRUSTED, ModelState
 from samebits.graphs.row import (
@@ -285,11 +285,17 @@ class DenoiserGraphs:
             self._seen.popitem(last=False)
         reason = self._why_not_now(seen)
         if reason is None:
-            return self._capture(seen, call, args, kwargs)
-        before = self._gate.unsettled()
-        result = self._plain(reason, args, kwargs)
-        seen.settled = self._gate.unsettled() == before
-        seen.calls += 1
+            result = self._capture(seen, call, args, kwargs)
+        else:
+            before = self._gate.unsettled()
+            result = self._plain(reason, args, kwargs)
+            seen.settled = self._gate.unsettled() == before
+            seen.calls += 1
+        settled = switches()
+        if settled != call.switches and self._seen.get(call.key) is seen:
+            # The call itself made torch settle one of its switches, and the next one like it comes with that.
+            del self._seen[call.key]
+            self._seen.setdefault((settled, call.arguments), seen)
         return result
 
     def _why_stale(self) -> str | None:

@@ -15,11 +15,13 @@ import enum
 import operator
 import types
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -91,7 +93,9 @@ class ModelState:
         self._children: list[dict[str, nn.Module | None]] = []
         self._tables: list[dict[str, Tensor | None]] = []
         self._loose: list[Tensor] = []
-        """Tensors that are plain attributes."""
+        """Tensors that are plain attributes, or lie in lists and dicts of them."""
+        self._holders: list[Any] = []
+        """The containers in which those lie: two tensors of one element would be compared by their values."""
         self._seen: set[int] = set()
         self._modules: list[weakref.ref[nn.Module]] = []
         self._classes: dict[type, dict[str, Any]] = {}
@@ -101,6 +105,7 @@ class ModelState:
             self._add_module(path or type(model).__name__, module, is_top=module is model)
         tensors = self.tensors()
         self._child_ids = self._ids_of_children()
+        self._held_ids = self._ids_of_held()
         self._ids = list(map(id, tensors))
         self._addresses = self._addresses_of(tensors)
         # Together with the strides the number of elements fixes the shape.
@@ -112,7 +117,8 @@ class ModelState:
     def _died(self, reference: object) -> None:
         self._gone = True
         # What is left of a removed module, its weights above all, must not wait for the next call.
-        self._empty, self._live, self._copies, self._children, self._tables, self._loose = [], [], [], [], [], []
+        self._empty, self._live, self._copies, self._children, self._tables = [], [], [], [], []
+        self._loose, self._holders = [], []
 
     def _add_module(self, path: str, module: nn.Module, is_top: bool) -> None:
         attributes = vars(module)
@@ -144,10 +150,12 @@ class ModelState:
         if isinstance(value, Tensor):
             self._loose.append(value)
             return
-        if isinstance(value, list | tuple | set | frozenset | dict):
+        if isinstance(value, list | tuple | set | frozenset | dict | deque):
             self._track(path, value)
-            for item in value.values() if isinstance(value, dict) else value:
+            for item in _items(value):
                 self._add(path, item, depth + 1)
+        elif isinstance(value, bytearray | array | np.ndarray):
+            self._refuse(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which can change unseen")
         inside = None if type(value) is OrderedDict else getattr(value, "__dict__", None)
         if isinstance(inside, dict):
             self._track(path, inside)
@@ -161,9 +169,11 @@ class ModelState:
             self._empty.append(container)
             return
         self._live.append(container)
-        plain = next(kind for kind in (dict, set, list) if isinstance(container, kind))
+        plain = next(kind for kind in (dict, set, list, deque) if isinstance(container, kind))
         self._copies.append(plain(container))
         self._names.append(path)
+        if any(isinstance(item, Tensor) for item in _items(container)):
+            self._holders.append(container)
 
     def _refuse(self, reason: str | None) -> None:
         self.obstacle = self.obstacle or reason
@@ -213,9 +223,9 @@ class ModelState:
             return "a submodule was removed"
         try:
             return self._change()
-        except RuntimeError:
-            # Two different tensors were asked whether they are equal, or a weight has no address any more.
-            return "an attribute that holds a tensor changed"
+        except (RuntimeError, TypeError, ValueError):
+            # Two things that have no truth value were asked whether they are equal, or a weight has no address any more.
+            return "an attribute that holds a tensor or an array changed"
 
     def _change(self) -> str | None:
         if any(self._empty):
@@ -223,6 +233,8 @@ class ModelState:
         if self._live != self._copies:
             pairs = zip(self._live, self._copies, self._names, strict=True)
             return f"{next(name for live, copy, name in pairs if live != copy)} changed"
+        if self._ids_of_held() != self._held_ids:
+            return "an attribute that holds a tensor changed"
         if self._ids_of_children() != self._child_ids:
             return "a submodule was replaced"
         for kind, attributes in self._classes.items():
@@ -242,6 +254,9 @@ class ModelState:
     def _ids_of_children(self) -> list[int]:
         return list(map(id, chain.from_iterable(map(dict.values, self._children))))
 
+    def _ids_of_held(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(_items, self._holders))))
+
     @staticmethod
     def _addresses_of(tensors: list[Tensor]) -> list[int]:
         return list(map(Tensor.data_ptr, tensors))
@@ -249,6 +264,10 @@ class ModelState:
     def versions(self) -> list[int]:
         """How often each weight was written in place, as far as torch counts that."""
         return _versions_of(self.tensors())
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def _versions_of(tensors: list[Tensor]) -> list[int]:

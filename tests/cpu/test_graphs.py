@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
@@ -230,6 +232,7 @@ def test_numbers_and_shapes_are_part_of_the_key() -> None:
     [
         lambda on: torch.use_deterministic_algorithms(on),
         lambda on: torch.backends.cuda.enable_flash_sdp(not on),
+        lambda on: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(on),
         lambda on: torch.set_default_dtype(torch.float64 if on else torch.float32),
     ],
 )
@@ -242,6 +245,39 @@ def test_switches_of_torch_are_part_of_the_key(switch: Callable[[bool], None]) -
     finally:
         switch(False)
     assert setup.calls(1) == ["replayed"]
+
+
+def set_attention_order(order: list[int]) -> None:
+    torch._C._set_sdp_priority_order(order)  # type: ignore[attr-defined]
+
+
+def test_a_switch_that_the_first_call_settles_costs_no_further_call() -> None:
+    """On a GPU of the Hopper generation the first attention of a process puts another back end first."""
+    before: list[int] = torch._C._get_sdp_priority_order()  # type: ignore[attr-defined]
+    settled = [before[-1], *before[:-1]]
+    setup = Setup()
+    setup.both(lambda model: setattr(model.blocks[0], "body", lambda x: (set_attention_order(settled), x)[1]))
+    try:
+        assert setup.calls(0, 1, 2, 3) == [FIRST, CAPTURED, CHECKED, "replayed"]
+        assert len(setup.graphs._seen) == 1
+        set_attention_order(before)
+        assert setup.calls(4) == [FIRST], "another order is another key"
+        assert setup.calls(5) == ["replayed"], "that call has put the order back"
+    finally:
+        set_attention_order(before)
+
+
+def test_a_switch_that_the_watched_call_settles_is_no_fault_of_the_arguments() -> None:
+    before: list[int] = torch._C._get_sdp_priority_order()  # type: ignore[attr-defined]
+    setup = Setup()
+    try:
+        assert setup.calls(0) == [FIRST]
+        settle = [before[-1], *before[:-1]]
+        setup.both(lambda model: setattr(model.blocks[0], "body", lambda x: (set_attention_order(settle), x)[1]))
+        answer = "the forward changes a switch of torch, will be tried again"
+        assert setup.calls(1, 2, 3, 4, 5) == [answer, answer, CAPTURED, CHECKED, "replayed"]
+    finally:
+        set_attention_order(before)
 
 
 def test_the_attention_back_end_of_diffusers_is_part_of_the_key() -> None:
@@ -521,6 +557,53 @@ def test_a_change_of_the_model_is_never_missed(name: str) -> None:
     assert setup.calls(5)[0].startswith("the model changed since the last call: ")
     assert all(tape.freed for tape in old)
     assert setup.calls(6, 7, 8) == [CAPTURED, CHECKED, "replayed"]
+
+
+def test_tensors_of_one_element_are_told_apart_by_identity() -> None:
+    """Two that are equal now are still two: a graph reads the old one for ever."""
+    setup = Setup()
+    setup.both(lambda model: setattr(model.blocks[1], "scaling", {"default": torch.tensor([0.5])}))
+    setup.warm()
+    setup.both(lambda model: model.blocks[1].scaling.update(default=torch.tensor([0.5])))
+    assert setup.calls(5)[0] == "the model changed since the last call: an attribute that holds a tensor changed"
+    assert setup.calls(6, 7, 8) == [CAPTURED, CHECKED, "replayed"]
+
+
+def test_an_array_in_the_model_is_no_fault_of_ours_and_keeps_it_from_being_captured() -> None:
+    setup = Setup()
+    setup.warm()
+    setup.model.notes = np.zeros(3)  # type: ignore[assignment]
+    assert setup.calls(1)[0].startswith("the model changed since the last call: ")
+    for seed in range(3):
+        assert setup.call(x_of(seed)) == "Toy.notes is a numpy.ndarray, which can change unseen"
+    setup.model.notes = np.ones(3)  # type: ignore[assignment]
+    assert setup.call(x_of(5)) == "Toy.notes is a numpy.ndarray, which can change unseen"
+
+
+def test_what_cannot_be_compared_counts_as_changed() -> None:
+    setup = Setup()
+    setup.both(lambda model: setattr(model.blocks[0], "thing", Undecided()))
+    setup.warm()
+    setup.both(lambda model: setattr(model.blocks[0], "thing", Undecided()))
+    answer = "the model changed since the last call: an attribute that holds a tensor or an array changed"
+    assert setup.calls(1, 2) == [answer, CAPTURED]
+
+
+class Undecided:
+    """Like an array: whether two are equal has no truth value."""
+
+    def __eq__(self, other: object) -> Any:
+        raise ValueError("the truth value is ambiguous")
+
+    __hash__ = object.__hash__
+
+
+def test_queues_in_the_model_are_compared() -> None:
+    setup = Setup()
+    setup.both(lambda model: setattr(model.blocks[0], "queue", deque([1, 2])))
+    setup.warm()
+    setup.both(lambda model: model.blocks[0].queue.append(3))
+    assert setup.calls(1, 2) == ["the model changed since the last call: blocks.0.queue changed", CAPTURED]
 
 
 IN_PLACE = {
