@@ -77,7 +77,11 @@ def watch(forward: Forward, call: Call, args: Any, kwargs: Any, state: ModelStat
 
     # The copies are strided and aligned as the originals, so they have the same key.
     again = read(given[0], given[1], backend.place)
-    if isinstance(again, str) or again.arguments != call.arguments or list(map(id, again.leaves)) != list(map(id, views)):
+    if (
+        isinstance(again, str)
+        or again.arguments != call.arguments
+        or list(map(id, again.leaves)) != list(map(id, views))
+    ):
         raise Unfit("the forward changes its arguments")
     if [view._version for view in views] != versions:
         raise Unfit("the forward writes to its arguments")

@@ -224,7 +224,7 @@ class ModelState:
         try:
             return self._change()
         except (RuntimeError, TypeError, ValueError):
-            # Two things that have no truth value were asked whether they are equal, or a weight has no address any more.
+            # Things without a truth value were asked whether they are equal, or a weight has no address any more.
             return "an attribute that holds a tensor or an array changed"
 
     def _change(self) -> str | None:

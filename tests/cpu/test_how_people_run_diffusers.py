@@ -342,6 +342,30 @@ def test_offloading_in_every_order(offload: str, build: tuple[Any, Any], order: 
     assert ours == []
 
 
+@pytest.mark.parametrize("build", BUILDS, ids=IDS)
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+def test_which_sites_group_offloading_makes_eager_and_that_they_say_why(build: tuple[Any, Any], kind: str) -> None:
+    """By leaves, only sites that read the weight of a norm, which is there while the norm itself is called."""
+    model, inputs = build[0](torch.bfloat16), build[1](torch.bfloat16)
+    expected = run(model, inputs)
+    group_offload(kind)(model)
+    reading = {"rms_norm_scale", "qk_norm_rope", "gated_residual_rms_norm"} if kind == "leaf_level" else set()
+    with apply(model, gate=KernelGate()) as handle:
+        for _ in range(2):
+            check_same_bits(run(model, inputs), expected)
+        rows = {row.site: row for row in handle.report().rows if "siglip" not in row.site}  # nobody calls that part
+    # A site that is one norm alone lies under the hook of that norm.
+    eager = {name for name, row in rows.items() if row.op in reading and name not in {"txt_norm", "cap_embedder.0"}}
+    assert eager or kind == "block_level"
+    for name, row in rows.items():
+        told = [reason for reason in row.reasons if "carries a hook" in reason]
+        if name in eager:
+            assert (row.fused, list(row.reasons)) == (0, told), row
+        else:
+            assert row.fused > 0, row
+            assert not told, row
+
+
 def test_a_norm_whose_weight_is_away_is_called_itself() -> None:
     """Under sequential offloading a norm's weight exists only inside its own call, so the site must not read it."""
     model, inputs = z_image(), z_image_inputs()

@@ -8,11 +8,12 @@ from functools import partial
 import pytest
 import torch
 
-from samebits.bench import chains, evidence, models, profile, trace, variants
+from samebits.bench import chains, evidence, launches, models, profile, trace, variants
 from samebits.bench.comparing import Bench
+from samebits.bench.launches import Launches
 from samebits.bench.models import Denoiser
 from samebits.bench.profile import Subject
-from samebits.bench.variants import Choice
+from samebits.bench.variants import Choice, Contest, Outcome
 from samebits.ops import OPS
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +32,9 @@ def denoiser(request: pytest.FixtureRequest, device: torch.device) -> Iterator[D
     torch.cuda.empty_cache()
 
 
+GRAPHED = ("eager", "compile", "ours")
+
+
 def test_every_variant_of_a_forward(denoiser: Denoiser, device: torch.device) -> None:
     outcome = variants.measure(denoiser, Bench.on(device), OPS, SIZE, 1, Choice(rounds=2))
     rows = {row["variant"]: row for row in outcome.rows}
@@ -46,14 +50,58 @@ def test_every_variant_of_a_forward(denoiser: Denoiser, device: torch.device) ->
         assert rows[name]["bits_equal"], name
     assert rows["ours"]["launches"] < rows["eager"]["launches"]
     assert rows["ours"]["ms_other"] < rows["eager"]["ms_other"]
-    # A replay launches what the forward launched, and the profiler must see inside it; memsets may go another way.
-    for name in ("eager", "compile", "ours"):
+    for name in GRAPHED:
+        # Memsets may go another way in a graph.
         assert rows[f"{name}_graph"]["launches"] == pytest.approx(rows[name]["launches"], rel=0.4), name
-        assert rows[f"{name}_graph"]["ms_gemm"] == pytest.approx(rows[name]["ms_gemm"], rel=0.25), name
     floor = rows["floor_graph"]
     assert floor["launches"] < rows["ours_graph"]["launches"]
     assert floor["ms_other"] < 0.05 * floor["ms_gemm"]
-    assert floor["ms_gemm"] == pytest.approx(rows["eager"]["ms_gemm"], rel=0.25)
+
+
+@pytest.fixture
+def accounts(denoiser: Denoiser, device: torch.device) -> dict[str, Launches]:
+    """What each variant launched, by name, together with what the library's own kernels are called."""
+    contest = Contest(denoiser, Bench.on(device), OPS, Outcome())
+    try:
+        contest.enter(Choice())
+        contest.profile()
+    finally:
+        contest.switch.close()
+    found = {name: lane.account for name, lane in contest.lanes.items() if lane.account is not None}
+    assert list(found) == list(contest.lanes), contest.outcome.notes
+    return found
+
+
+def kernels_of(account: Launches) -> dict[str, int]:
+    """Launches of kernels by class, without copies and memsets."""
+    found = dict.fromkeys(launches.CLASSES, 0)
+    for name, (count, _) in account.kernels.items():
+        kind = launches.class_of(name, launches.kernels_in(path for op in OPS for path in op.sources))
+        found["copies" if "memset" in name.lower() else kind] += count
+    del found["copies"]
+    return found
+
+
+def test_a_replay_launches_what_its_forward_launched(accounts: dict[str, Launches]) -> None:
+    """The profiler sees inside graphs: exactly the kernels of the forward, class by class."""
+    counts = {name: kernels_of(account) for name, account in accounts.items()}
+    print(*counts.items(), sep="\n")
+    for name in GRAPHED:
+        assert counts[f"{name}_graph"] == counts[name], name
+    assert counts["ours"]["ours"] > 0
+    assert counts["eager"]["ours"] == 0
+    assert counts["ours"]["gemm"] == counts["eager"]["gemm"]
+    for kind in ("gemm", "attention"):
+        assert counts["floor_graph"][kind] == counts["eager"][kind]
+
+
+@pytest.mark.alone
+def test_a_replay_spends_on_gemms_what_its_forward_spent(accounts: dict[str, Launches]) -> None:
+    spent = {name: account.ms["gemm"] for name, account in accounts.items()}
+    print(spent)
+    for name in GRAPHED:
+        assert spent[f"{name}_graph"] == pytest.approx(spent[name], rel=0.25), name
+    assert spent["floor_graph"] == pytest.approx(spent["eager"], rel=0.25)
 
 
 def test_two_pictures_at_once(device: torch.device) -> None:

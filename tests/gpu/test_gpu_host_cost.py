@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -12,10 +10,7 @@ from samebits.bench.ops import host_row, smallest
 from samebits.bench.targets import HOST_LAUNCH_US
 from samebits.ops import OPS, Op
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="timings need the machine for themselves"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
