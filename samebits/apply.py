@@ -284,9 +284,8 @@ def apply(
     host : bool
         Send CPU tensors through the gate with the kernels' own source compiled for the CPU.
     cuda_graphs : bool
-        Experimental, see docs/graphs.md.
         Capture each denoiser as a CUDA graph per kind of arguments, once its ops are verified for them, and replay
-        that. A call for which no graph may stand is made plainly; the report says how many and why.
+        that. A call for which no graph may stand is made plainly; the report says how many and why. See docs/graphs.md.
     max_graphs : int
         How many graphs a denoiser may have; the one that was not used for longest goes first.
     max_graph_bytes : int, optional

@@ -90,7 +90,7 @@ class Result:
 @click.option("--eager", is_flag=True, help="Do not apply samebits: diffusers alone.")
 @click.option("--host", is_flag=True, help="On the CPU, through kernels compiled for the CPU (needs a C++ compiler).")
 @click.option("--strict", is_flag=True, help="Stop at any fault of ours instead of going on with eager's result.")
-@click.option("--cuda-graphs", is_flag=True, help="Experimental: replay the denoiser from CUDA graphs.")
+@click.option("--cuda-graphs", is_flag=True, help="Replay the denoiser from CUDA graphs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 def generate(**values: Any) -> int:
     """Paint a picture with MODEL: a hub id, a local folder, or tiny-qwen-image (the default) or tiny-z-image."""

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -154,7 +153,7 @@ class ModelState:
             self._track(path, value)
             for item in _items(value):
                 self._add(path, item, depth + 1)
-        elif isinstance(value, bytearray | array | np.ndarray):
+        elif isinstance(value, bytearray | array) or _is_ndarray(value):
             self._refuse(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which can change unseen")
         inside = None if type(value) is OrderedDict else getattr(value, "__dict__", None)
         if isinstance(inside, dict):
@@ -268,6 +267,11 @@ class ModelState:
 
 def _items(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
+
+
+def _is_ndarray(value: Any) -> bool:
+    """Whether it is an array of numpy, which need not be installed."""
+    return any(base.__name__ == "ndarray" and base.__module__ == "numpy" for base in type(value).__mro__)
 
 
 def _versions_of(tensors: list[Tensor]) -> list[int]:

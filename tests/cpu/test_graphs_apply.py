@@ -18,6 +18,7 @@ from diffusers import FirstBlockCacheConfig, QwenImageTransformer2DModel
 from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
 from graph_fakes import NOT_PERMITTED, Stale, TapeBackend
 from peft import LoraConfig
+from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
 
 from samebits.apply import Handle, apply
 from samebits.errors import AlreadyAppliedError
@@ -177,6 +178,50 @@ def test_lora_comes_changes_and_goes() -> None:
             heard = answers(handle, model, plain, simple, *(next(seeds) for _ in range(8)))
             assert heard[0].startswith("the model changed since the last call: "), (name, heard)
             assert heard[-1] == "replayed", (name, heard)
+
+
+def swap_lora(model: Any, factor: float, alpha: int) -> None:
+    """Put other weights with another scale in the place of those of the adapter, as a server does."""
+    state = {name: factor * value for name, value in model.state_dict().items() if "lora_" in name}
+    config = copy.deepcopy(LORA)
+    config.lora_alpha = alpha
+    hotswap_adapter_from_state_dict(model, state, "default", config)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("prepared", [False, True], ids=["numbers", "scales are tensors"])
+def test_a_lora_that_is_swapped_while_graphs_stand_is_followed(prepared: bool) -> None:
+    model, plain = qwen(), qwen()
+    for one in (model, plain):
+        add_lora(one)
+        if prepared:
+            prepare_model_for_compiled_hotswap(one, target_rank=8)
+    with applied(model) as handle:
+        assert answers(handle, model, plain, simple, *range(5))[-1] == "replayed"
+        for round_, (factor, alpha) in enumerate([(-3.0, 8), (0.5, 16), (0.5, 4)], start=1):
+            before = run(plain, simple(1))
+            for one in (model, plain):
+                swap_lora(one, factor, alpha)
+            assert not same_bits(run(plain, simple(1)), before), "nothing was swapped"
+            heard = answers(handle, model, plain, simple, *range(100 * round_, 100 * round_ + 8))
+            assert heard[-1] == "replayed", heard
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    "build", [(qwen, simple), (z_image, lambda seed: z_image_inputs(seed=seed))], ids=["qwen", "z"]
+)
+def test_projections_that_are_fused_and_split_again(build: tuple[Callable[[], Any], Callable[..., Any]]) -> None:
+    model, plain = build[0](), build[0]()
+    with applied(model) as handle:
+        assert answers(handle, model, plain, build[1], *range(5))[-1] == "replayed"
+        for number, change in enumerate(("fuse_projections", "unfuse_projections"), start=1):
+            for one in (model, plain):
+                for module in one.modules():
+                    if hasattr(module, "to_q") and hasattr(module, change):
+                        getattr(module, change)()
+            heard = answers(handle, model, plain, build[1], *range(100 * number, 100 * number + 8))
+            assert heard[-1] == "replayed", heard
 
 
 @pytest.mark.usefixtures("backend")
