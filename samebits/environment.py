@@ -21,17 +21,26 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("diffusers", "transformers", "accelerate", "safetensors", "peft", "numpy", "cuda-core", "cuda-bindings")
+_PACKAGES = (
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "peft",
+    "numpy",
+    "cuda-core",
+    "cuda-bindings",
+    "cuda-pathfinder",
+    # The compiler of our kernels, and the headers that it reads.
+    "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12",
+    "nvidia-cuda-runtime",
+    "nvidia-cuda-runtime-cu12",
+)
 
 _VARIABLES = (
-    # matrix products and convolutions
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUBLASLT_WORKSPACE_SIZE",
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TORCH_BLAS_PREFER_CUBLASLT",
-    "TORCH_LINALG_PREFER_CUSOLVER",
-    "TORCH_CUDNN_V8_API_DISABLED",
     # attention
     "DIFFUSERS_ATTN_BACKEND",
     # the arithmetic of a CPU
@@ -48,7 +57,39 @@ _VARIABLES = (
     "TRITON_LIBDEVICE_PATH",
     "CUDA_FORCE_PTX_JIT",
     "CUDA_DISABLE_PTX_JIT",
+    "CUDA_HOME",
+    "CUDA_PATH",
 )
+_PREFIXES = ("CUBLAS_", "CUBLASLT_", "CUDNN_", "PYTORCH_", "TORCH_BLAS_", "TORCH_CUDNN_", "TORCH_LINALG_")
+"""Families of variables of which new releases bring new ones: every one that is set is kept."""
+_HARMLESS = frozenset({"PYTORCH_KERNEL_CACHE_PATH", "PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_VERSION"})
+"""Members of those families that decide no bit, and that libraries and container images set by themselves."""
+
+_NOT_JUDGING = frozenset(
+    {
+        "__init__.py",
+        "__main__.py",
+        "apply.py",
+        "bench",
+        "certificate",
+        "checkpoint.py",
+        "cli",
+        "environment.py",
+        "errors.py",
+        "graphs",
+        "host",
+        "loading",
+        "models",
+        "ops",
+        "patch.py",
+        "proof",
+        "quant",
+        "settings.py",
+        "tiny",
+    }
+)
+"""What of this package does not decide how a kernel is compiled, launched and compared. An op's own files are not in
+it either: each verdict names the hash of its own op's sources. What is new counts until it is named here."""
 
 
 def fingerprint(device: int | None = None) -> dict[str, Any]:
@@ -62,14 +103,21 @@ def fingerprint(device: int | None = None) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``gpu`` (``None`` without one), ``driver``, ``cpu``, ``python``, ``platform``, ``torch``, ``triton`` (``None``
-        if not installed), ``nvrtc``, ``packages``, ``flags`` (switches of torch that change numerics) and ``variables``
-        (those environment variables, of a fixed list, that are set). The same process in the same state gives the
-        same dictionary.
+        ``verifier`` (those parts of samebits that judge a kernel), ``gpu`` (``None`` without one), ``gpus`` (name and
+        uuid of every GPU that this process sees, in order: without it ``cuda:1`` means nothing), ``driver``, ``cpu``,
+        ``python``, ``platform``, ``torch``, ``triton`` (``None`` if not installed), ``nvrtc`` (likewise), ``packages``,
+        ``flags`` (switches of torch that change numerics) and ``variables`` (those environment variables that do, as
+        far as they are set). The same process in the same state gives the same dictionary.
+
+    Notes
+    -----
+    The first call takes some tenths of a second, because it hashes NVRTC's library; later ones take 0.1 ms.
     """
     cudnn: Any = torch.backends.cudnn
     return {
+        "verifier": {"version": _version("samebits"), "sha256": _verifier()},
         "gpu": _gpu(device),
+        "gpus": _gpus(),
         "driver": _driver() if torch.cuda.is_available() else None,
         "cpu": {
             "machine": platform.machine(),
@@ -84,13 +132,14 @@ def fingerprint(device: int | None = None) -> dict[str, Any]:
             "git": torch.version.git_version,
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
+            "build_sha256": _build(),
             "cudnn": cudnn.version() if torch.cuda.is_available() else None,
         },
         "triton": _triton(),
         "nvrtc": _nvrtc(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "flags": _flags(),
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if _decides(name)},
     }
 
 
@@ -119,6 +168,35 @@ def _gpu(device: int | None) -> dict[str, Any] | None:
         # A slice of a GPU has fewer SMs, so other trees in long reductions; CUDA says it in the name.
         "mig": " MIG " in properties.name,
     }
+
+
+def _gpus() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [f"{properties.name} {getattr(properties, 'uuid', '')}".rstrip() for properties in found]
+
+
+def _decides(variable: str) -> bool:
+    return variable in _VARIABLES or (variable.startswith(_PREFIXES) and variable not in _HARMLESS)
+
+
+@lru_cache(maxsize=1)
+def _build() -> str:
+    """Return a hash of what torch says about how it was built: compilers, architectures, libraries, options."""
+    return hashlib.sha256(torch.__config__.show().encode()).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _verifier(package: Path = Path(__file__).parent) -> str:
+    """Return a hash over the files of this package that decide how a kernel is compiled, launched and compared."""
+    hasher = hashlib.sha256()
+    for path in sorted([*package.rglob("*.py"), *package.rglob("*.h")]):
+        name = path.relative_to(package).as_posix()
+        if name.split("/")[0] not in _NOT_JUDGING or name == "ops/_op.py":
+            text = path.read_bytes()
+            hasher.update(f"{name} {len(text)}\n".encode() + text)
+    return hasher.hexdigest()
 
 
 @lru_cache(maxsize=1)
@@ -162,12 +240,19 @@ def _triton() -> dict[str, Any] | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     vendor = Path(spec.submodule_search_locations[0]) / "backends" / "nvidia"
-    libdevice = vendor / "lib" / "libdevice.10.bc"
+    return {
+        "version": version,
+        "ptxas": _ptxas(vendor / "bin" / "ptxas"),
+        "libdevice_sha256": _hash(vendor / "lib" / "libdevice.10.bc"),
+    }
+
+
+def _hash(path: Path) -> str | None:
     try:
-        library = hashlib.sha256(libdevice.read_bytes()).hexdigest()
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
-        library = None
-    return {"version": version, "ptxas": _ptxas(vendor / "bin" / "ptxas"), "libdevice_sha256": library}
+        return None
 
 
 def _ptxas(program: Path) -> str | None:
@@ -180,18 +265,28 @@ def _ptxas(program: Path) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _nvrtc() -> str | None:
+def _nvrtc() -> dict[str, Any] | None:
+    """Describe the compiler of our kernels: its version, its library and the built-in functions that it links in."""
     try:
         from cuda.bindings import nvrtc
+        from cuda.pathfinder import load_nvidia_dynamic_lib
 
         status, major, minor = nvrtc.nvrtcVersion()
+        if int(status) != 0:
+            return None
+        path = Path(load_nvidia_dynamic_lib("nvrtc").abs_path or "")
     except Exception:
         # Not installed, or installed without its library: cuda.bindings raises several unrelated classes for that.
         return None
-    return f"{major}.{minor}" if int(status) == 0 else None
+    builtins = sorted({found.resolve() for found in path.parent.glob("*nvrtc-builtins*") if found.is_file()})
+    return {
+        "version": f"{major}.{minor}",
+        "library_sha256": _hash(path),
+        "builtins_sha256": [_hash(found) for found in builtins],
+    }
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -203,6 +298,8 @@ def _flags() -> dict[str, Any]:
     # Through Any: torch types these switches in part only.
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
+    backends: Any = torch.backends
+    deterministic: Any = torch.utils.deterministic
     return {
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -210,12 +307,20 @@ def _flags() -> dict[str, Any]:
         "matmul_fp16_reduced_precision": _ask(lambda: cuda.matmul.allow_fp16_reduced_precision_reduction),
         "matmul_bf16_reduced_precision": _ask(lambda: cuda.matmul.allow_bf16_reduced_precision_reduction),
         "matmul_fp16_accumulation": _ask(lambda: cuda.matmul.allow_fp16_accumulation),
+        "matmul_fp32_precision": _ask(lambda: cuda.matmul.fp32_precision),
+        "fp32_precision": _ask(lambda: backends.fp32_precision),
         "blas": _ask(lambda: cuda.preferred_blas_library().name),
+        "linalg": _ask(lambda: cuda.preferred_linalg_library().name),
         "cudnn_enabled": cudnn.enabled,
         "cudnn_allow_tf32": _ask(lambda: cudnn.allow_tf32),
+        "cudnn_fp32_precision": _ask(lambda: cudnn.fp32_precision),
+        "cudnn_conv_fp32_precision": _ask(lambda: cudnn.conv.fp32_precision),
         "cudnn_benchmark": cudnn.benchmark,
         "cudnn_deterministic": cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "deterministic_fill": _ask(lambda: deterministic.fill_uninitialized_memory),
+        "sdp_reduced_precision": _ask(lambda: cuda.fp16_bf16_reduction_math_sdp_allowed()),
         "sdp_flash": cuda.flash_sdp_enabled(),
         "sdp_mem_efficient": cuda.mem_efficient_sdp_enabled(),
         "sdp_math": cuda.math_sdp_enabled(),

@@ -49,6 +49,8 @@ def _rows(name: str, value: Any) -> list[tuple[str, str]]:
         if not value:
             return [(name, "none set")]
         return [row for key, inner in value.items() for row in _rows(f"{name} {key}", inner)]
-    if value is None:
+    if value is None or value == []:
         return [(name, "none")]
+    if isinstance(value, list):
+        return [(name, ", ".join(map(str, value)))]
     return [(name, {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value))]

@@ -21,7 +21,8 @@ def test_it_is_json_and_names_what_decides_bits() -> None:
     found = fingerprint()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert set(found) == {
-        *("gpu", "driver", "cpu", "python", "platform", "torch", "triton", "nvrtc", "packages", "flags", "variables")
+        *("verifier", "gpu", "gpus", "driver", "cpu", "python", "platform", "torch", "triton", "nvrtc", "packages"),
+        *("flags", "variables"),
     }
     assert found["torch"]["version"] == torch.__version__
     assert found["torch"]["git"] == torch.version.git_version

@@ -63,6 +63,8 @@ KNOWN_BY = {
         ("click", "cli"),
         ("rich", "apply proof bench cli"),
         ("matplotlib", "bench"),
+        ("msgspec", "certificate"),
+        ("filelock", "certificate"),
     )
 }
 WITHOUT_TORCH = frozenset({"errors", "settings", "certificate", "checkpoint"})
