@@ -40,6 +40,7 @@ def observe(denoiser: Denoiser, steps: int = STEPS) -> Observation:
         parts = outputs if isinstance(outputs, tuple) else (outputs,)
         kept.append(tuple(part.clone() for part in parts))
 
+    keep.only_looks = True  # type: ignore[attr-defined]  # so that nothing runs otherwise because of it
     hooks = [block.register_forward_hook(keep) for block in denoiser.blocks]
     try:
         output = denoiser.velocity(denoiser.latents, 0.7).clone()

@@ -183,6 +183,8 @@ def marked(blocks: Mapping[str, Any]) -> Iterator[None]:
             def leave(*_: Any, running: list[Any] = running) -> None:
                 running.pop().__exit__(None, None, None)
 
+            # Else a block would not do the next one's first lines ahead, and another program would be profiled.
+            enter.only_looks = leave.only_looks = True  # type: ignore[attr-defined]
             undo.callback(block.register_forward_pre_hook(enter).remove)
             undo.callback(block.register_forward_hook(leave).remove)
         yield

@@ -17,6 +17,7 @@ from diffusers.models.transformers import transformer_qwenimage as theirs
 from torch import nn
 
 from samebits.models._activations import activation_of
+from samebits.models._ahead import LookAhead, may_run_early
 from samebits.models._family import Family, Function, Line, Replacement, source, unwrapped
 from samebits.models._norms import (
     ATTENTION_SOURCE,
@@ -98,15 +99,55 @@ def _residual_norm(
     return x, modulated
 
 
+def _is_clipped(x: torch.Tensor, gate: torch.Tensor, branch: torch.Tensor) -> bool:
+    """Whether a block ends in diffusers' clip for fp16; it asks for the dtype of the sum."""
+    return torch.float16 == x.dtype == gate.dtype == branch.dtype
+
+
 def _residual(line: Line, x: torch.Tensor, gate: torch.Tensor, branch: torch.Tensor, index: Any = None) -> torch.Tensor:
     """``x + gate * branch``, in fp16 with the clip that ends a block, as one site."""
-    clip = torch.float16 == x.dtype == gate.dtype == branch.dtype  # the dtype of the sum is what diffusers asks
+    clip = _is_clipped(x, gate, branch)
     if index is not None:
         arguments: tuple[Any, ...] = (x, gate, branch, clip, index)
     else:
         arguments = (x, gate, branch, True) if clip else (x, gate, branch)
     result: torch.Tensor = line.site(*arguments)
     return result
+
+
+def _residual_next_norm(
+    line: Line,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    branch: torch.Tensor,
+    params: torch.Tensor,
+    eps: float,
+    index: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``_residual`` and then ``_norm`` of the next block, whose modulation ``params`` is, as one site."""
+    shift, scale = params.chunk(6, dim=-1)[:2]
+    x, modulated = line.site(x, gate, branch, scale, shift, eps, _is_clipped(x, gate, branch), index)
+    return x, modulated
+
+
+AHEAD = "its lines run at the end of the block before, as {} there"
+WITH_NEXT = "its lines run together with the first norm of the next block, as {}"
+
+
+def _sources(block: Any, temb: torch.Tensor, index: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Everything that the block's modulation is computed from."""
+    return temb, index, *block.img_mod.parameters(), *block.txt_mod.parameters()
+
+
+def _first_lines_may_run_early(block: Any, temb: torch.Tensor, width: int) -> bool:
+    """Whether the modulation and the first norms of ``block`` give now what they give when it is called."""
+    return (
+        "_modulate" not in block.__dict__
+        and is_plain_layer_norm(block.img_norm1, width)
+        and is_plain_layer_norm(block.txt_norm1, width)
+        and may_run_early(block.img_mod, temb)
+        and may_run_early(block.txt_mod, temb)
+    )
 
 
 def _why_not_modulate(block: Any) -> str | None:
@@ -117,10 +158,12 @@ def _why_not_modulate(block: Any) -> str | None:
 
 
 def _write_block(
-    number: int, shared: SharedSilu, block: Any, original: Function, lines: Mapping[str, Line]
+    number: int, shared: SharedSilu, look: LookAhead, block: Any, original: Function, lines: Mapping[str, Line]
 ) -> Function:
     img_norm1, img_norm2, img_residual = (lines[f"img_{name}"] for name in ("norm1", "norm2", "residual"))
     txt_norm1, txt_norm2, txt_residual = (lines[f"txt_{name}"] for name in ("norm1", "norm2", "residual"))
+    img_next, txt_next = lines.get("img_next_norm1"), lines.get("txt_next_norm1")
+    look.add(number, block)
 
     def forward(
         hidden_states: torch.Tensor,
@@ -145,29 +188,62 @@ def _write_block(
                 modulate_index,
             )
         index, x, text = modulate_index, hidden_states, encoder_hidden_states
-        img_params, txt_params = _modulation(block, number, shared, temb)
+        ahead = look.take(number, _sources(block, temb, index), x.device)
+        img_params, txt_params = _modulation(block, number, shared, temb) if ahead is None else ahead.modulation
         # shift, scale and gate around the attention, then around the MLP
         img, txt = img_params.chunk(6, dim=-1), txt_params.chunk(6, dim=-1)
+        img_normed = txt_normed = None
+        if ahead is not None:
+            img_normed, txt_normed = ahead.stream("img", x), ahead.stream("txt", text)
+            look.settle(number, img_normed is not None and txt_normed is not None)
+        if img_normed is None:
+            img_normed = _norm(img_norm1, block, "img_norm1", x, img_params, img, index)
+        if txt_normed is None:
+            txt_normed = _norm(txt_norm1, block, "txt_norm1", text, txt_params, txt)
 
         img_attention, txt_attention = block.attn(
-            hidden_states=_norm(img_norm1, block, "img_norm1", x, img_params, img, index),
-            encoder_hidden_states=_norm(txt_norm1, block, "txt_norm1", text, txt_params, txt),
+            hidden_states=img_normed,
+            encoder_hidden_states=txt_normed,
             encoder_hidden_states_mask=encoder_hidden_states_mask,
             image_rotary_emb=image_rotary_emb,
             **(joint_attention_kwargs or {}),
         )
+        del img_normed, txt_normed
+        following, ahead = look.following(number, block, x), None
+        if following is not None and _first_lines_may_run_early(following, temb, x.shape[-1]):
+            params = _modulation(following, number + 1, shared, temb)
+            ahead = look.begin(number + 1, _sources(following, temb, index), params, x.device)
+
         x, modulated = _residual_norm(img_norm2, block, "img_norm2", x, img_attention, img_params, img, index)
-        x = _residual(img_residual, x, img[5], block.img_mlp(modulated), index)
+        branch = block.img_mlp(modulated)
+        if ahead is None or img_next is None:
+            x = _residual(img_residual, x, img[5], branch, index)
+        else:
+            eps = following.img_norm1.eps
+            x, modulated = _residual_next_norm(img_next, x, img[5], branch, ahead.modulation[0], eps, index)
+            look.put(ahead, "img", x, modulated)
 
         text, modulated = _residual_norm(txt_norm2, block, "txt_norm2", text, txt_attention, txt_params, txt)
-        text = _residual(txt_residual, text, txt[5], block.txt_mlp(modulated))
+        branch = block.txt_mlp(modulated)
+        if ahead is None or txt_next is None:
+            text = _residual(txt_residual, text, txt[5], branch)
+        else:
+            eps = following.txt_norm1.eps
+            text, modulated = _residual_next_norm(txt_next, text, txt[5], branch, ahead.modulation[1], eps)
+            look.put(ahead, "txt", text, modulated)
         return text, x
 
+    def why_not(name: str) -> str | None:
+        stream, _, part = name.partition("_")
+        reason = why_not_layer_norm(name, getattr(block, name)) if part in ("norm1", "norm2") else None
+        if part == "norm1" and number > 0:
+            reason = reason or AHEAD.format(f"{stream}_next_norm1")
+        elif part == "residual" and img_next is not None:
+            reason = WITH_NEXT.format(f"{stream}_next_norm1")
+        return _why_not_modulate(block) or reason
+
     for name, line in lines.items():
-        if name.endswith("residual"):
-            line.watch = lambda: _why_not_modulate(block)
-        else:
-            line.watch = lambda name=name: _why_not_modulate(block) or why_not_layer_norm(name, getattr(block, name))
+        line.watch = lambda name=name: why_not(name)
     return forward
 
 
@@ -293,6 +369,10 @@ _BLOCK_SITES = (
     ("txt_norm2", "gated_residual_norm_modulate"),
     ("txt_residual", "gated_residual"),
 )
+_ACROSS_BLOCKS = (
+    ("img_next_norm1", "gated_residual_norm_modulate"),
+    ("txt_next_norm1", "gated_residual_norm_modulate"),
+)
 
 ATTENTION = Replacement(
     of=Attention,
@@ -318,11 +398,12 @@ NORM_OUT = Replacement(
 
 
 def _places(model: Any) -> Iterator[tuple[str, nn.Module, Replacement]]:
-    shared = SharedSilu()
+    shared, look = SharedSilu(), LookAhead()
     yield "txt_norm", model.txt_norm, RMS_NORM
     for number, wrapped in enumerate(model.transformer_blocks):
         block, path = unwrapped(wrapped), f"transformer_blocks.{number}"
-        yield path, block, Replacement(Block, _BLOCK_SOURCES, _BLOCK_SITES, partial(_write_block, number, shared))
+        sites = _BLOCK_SITES + (_ACROSS_BLOCKS if number + 1 < len(model.transformer_blocks) else ())
+        yield path, block, Replacement(Block, _BLOCK_SOURCES, sites, partial(_write_block, number, shared, look))
         yield f"{path}.attn", block.attn, ATTENTION
         for name in ("img_mlp", "txt_mlp"):
             yield activation_of(f"{path}.{name}", getattr(block, name))

@@ -7,6 +7,7 @@ maps every replaced line.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers import transformer_z_image as theirs
 from torch import nn
 
+from samebits.models._ahead import LookAhead, may_run_early
 from samebits.models._family import Family, Function, Line, Replacement, source, unwrapped
 from samebits.models._norms import (
     ATTENTION_SOURCE,
@@ -33,6 +35,9 @@ Block = theirs.ZImageTransformerBlock
 Processor = theirs.ZSingleStreamAttnProcessor
 FeedForward = theirs.FeedForward
 Maybe = torch.Tensor | None
+
+
+AHEAD = "its lines run at the end of the block before, as ffn_norm2 there"
 
 
 def _norm(line: Line, block: Any, x: torch.Tensor, scale: Maybe) -> torch.Tensor:
@@ -67,6 +72,34 @@ def _residual_norm(
     return x, scaled
 
 
+def _residual_next_norm(
+    line: Line, block: Any, x: torch.Tensor, gate: Maybe, branch: torch.Tensor, following: Any, scale: Maybe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x + gate * ffn_norm2(branch)`` and ``attention_norm1(that) * scale`` of the next block, as one site."""
+    norm, next_norm = block.ffn_norm2, following.attention_norm1
+    weights = norm._parameters["weight"], next_norm._parameters["weight"]
+    x, scaled = line.site(x, gate, branch, *weights, scale, norm.eps)
+    return x, scaled
+
+
+def _weights(block: Any) -> Iterator[torch.Tensor]:
+    """The parameters of the block's first lines: its first norm's, and its modulation's if it has one."""
+    yield from block.attention_norm1.parameters()
+    if block.modulation:
+        yield from block.adaLN_modulation.parameters()
+
+
+def _first_lines_may_run_early(block: Any, before: Any, x: torch.Tensor, sources: tuple[Maybe, ...]) -> bool:
+    """Whether the modulation and the first norm of ``block`` give now, at the end of ``before``, what they will."""
+    norm, norm_before = block.attention_norm1, before.ffn_norm2
+    if not (is_plain_rms_norm(norm) and is_plain_rms_norm(norm_before) and norm.eps == norm_before.eps):
+        return False
+    if not may_run_early(norm, x):
+        return False
+    given = [source for source in sources if source is not None]
+    return not block.modulation or (bool(given) and all(may_run_early(block.adaLN_modulation, s) for s in given))
+
+
 def _residual(line: Line, block: Any, x: torch.Tensor, gate: Maybe, branch: torch.Tensor) -> torch.Tensor:
     """``x + gate * ffn_norm2(branch)`` as one site."""
     norms = plain_weights(block, _AFTER_FEED_FORWARD)
@@ -86,11 +119,14 @@ def _modulation(
     noise_mask: torch.Tensor | None,
     adaln_noisy: torch.Tensor | None,
     adaln_clean: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Maybe, ...]:
     """scale_msa, gate_msa, scale_mlp, gate_mlp of one block, with ``1 +`` and ``tanh`` already done.
 
-    Each is ``(B, 1, D)``, or ``(B, S, D)`` where a noise mask chooses per token between two modulations.
+    Each is ``(B, 1, D)``, or ``(B, S, D)`` where a noise mask chooses per token between two modulations; ``None`` in
+    a block without modulation.
     """
+    if not block.modulation:
+        return None, None, None, None
     if noise_mask is None:
         scale_msa, gate_msa, scale_mlp, gate_mlp = block.adaLN_modulation(adaln_input).unsqueeze(1).chunk(4, dim=2)
         return 1.0 + scale_msa, gate_msa.tanh(), 1.0 + scale_mlp, gate_mlp.tanh()
@@ -104,8 +140,9 @@ def _modulation(
     )
 
 
-def _write_block(block: Any, original: Function, lines: Mapping[str, Line]) -> Function:
+def _write_block(number: int, look: LookAhead, block: Any, original: Function, lines: Mapping[str, Line]) -> Function:
     attention_norm1, attention_norm2, ffn_norm2 = lines.values()
+    look.add(number, block)
 
     def forward(
         x: torch.Tensor,
@@ -116,17 +153,36 @@ def _write_block(block: Any, original: Function, lines: Mapping[str, Line]) -> F
         adaln_noisy: torch.Tensor | None = None,
         adaln_clean: torch.Tensor | None = None,
     ) -> Any:
-        scale_msa = gate_msa = scale_mlp = gate_mlp = None
-        if block.modulation:
-            scale_msa, gate_msa, scale_mlp, gate_mlp = _modulation(
-                block, x.shape[1], adaln_input, noise_mask, adaln_noisy, adaln_clean
-            )
-        attn_in = _norm(attention_norm1, block, x, scale_msa)
+        sources = adaln_input, noise_mask, adaln_noisy, adaln_clean
+        ahead = look.take(number, (*sources, *_weights(block)), x.device)
+        modulation = _modulation(block, x.shape[1], *sources) if ahead is None else ahead.modulation
+        scale_msa, gate_msa, scale_mlp, gate_mlp = modulation
+        attn_in = None
+        if ahead is not None:
+            attn_in = ahead.stream("x", x)
+            look.settle(number, attn_in is not None)
+        if attn_in is None:
+            attn_in = _norm(attention_norm1, block, x, scale_msa)
         attn_out = block.attention(attn_in, attention_mask=attn_mask, freqs_cis=freqs_cis)
+        del attn_in
         x, ffn_in = _residual_norm(attention_norm2, block, x, gate_msa, attn_out, scale_mlp)
-        return _residual(ffn_norm2, block, x, gate_mlp, block.feed_forward(ffn_in))
+        branch = block.feed_forward(ffn_in)
 
-    attention_norm1.watch = lambda: why_not_rms_norm("attention_norm1", block.attention_norm1)
+        following, ahead = look.following(number, block, x), None
+        if following is not None and _first_lines_may_run_early(
+            following, block, x, (adaln_input, adaln_noisy, adaln_clean)
+        ):
+            modulation = _modulation(following, x.shape[1], *sources)
+            ahead = look.begin(number + 1, (*sources, *_weights(following)), modulation, x.device)
+        if ahead is None:
+            return _residual(ffn_norm2, block, x, gate_mlp, branch)
+        x, normed = _residual_next_norm(ffn_norm2, block, x, gate_mlp, branch, following, modulation[0])
+        look.put(ahead, "x", x, normed)
+        return x
+
+    attention_norm1.watch = lambda: (
+        why_not_rms_norm("attention_norm1", block.attention_norm1) or (AHEAD if number > 0 else None)
+    )
     attention_norm2.watch = lambda: why_not_weights(block, _AROUND_ATTENTION)
     ffn_norm2.watch = lambda: why_not_weights(block, _AFTER_FEED_FORWARD)
     return forward
@@ -206,18 +262,14 @@ def _write_feed_forward(feed_forward: Any, original: Function, lines: Mapping[st
     return forward
 
 
-BLOCK = Replacement(
-    of=Block,
-    sources=(
-        source(Block, "forward", "0010ab78ad4019c99d7773876ada3a22af1b0d6e2b5eb0824613d873bde13b35"),
-        RMS_NORM_SOURCE,
-    ),
-    sites=(
-        ("attention_norm1", "rms_norm_scale"),
-        ("attention_norm2", "gated_residual_rms_norm"),
-        ("ffn_norm2", "gated_residual_rms_norm"),
-    ),
-    write=_write_block,
+_BLOCK_SOURCES = (
+    source(Block, "forward", "0010ab78ad4019c99d7773876ada3a22af1b0d6e2b5eb0824613d873bde13b35"),
+    RMS_NORM_SOURCE,
+)
+_BLOCK_SITES = (
+    ("attention_norm1", "rms_norm_scale"),
+    ("attention_norm2", "gated_residual_rms_norm"),
+    ("ffn_norm2", "gated_residual_rms_norm"),
 )
 
 ATTENTION = Replacement(
@@ -249,9 +301,10 @@ def _places(model: Any) -> Iterator[tuple[str, nn.Module, Replacement]]:
             yield "cap_embedder.0", model.cap_embedder[0], RMS_NORM
         if stack == "siglip_refiner" and model.siglip_embedder is not None:
             yield "siglip_embedder.0", model.siglip_embedder[0], RMS_NORM
+        look = LookAhead()
         for number, wrapped in enumerate(getattr(model, stack) or ()):
             block, path = unwrapped(wrapped), f"{stack}.{number}"
-            yield path, block, BLOCK
+            yield path, block, Replacement(Block, _BLOCK_SOURCES, _BLOCK_SITES, partial(_write_block, number, look))
             yield f"{path}.attention", block.attention, ATTENTION
             yield f"{path}.feed_forward", block.feed_forward, FEED_FORWARD
 

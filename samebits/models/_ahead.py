@@ -1,0 +1,213 @@
+"""The first norm of a block, computed at the end of the block before: one kernel less, one activation less to read.
+
+The residual that ends a block and the norm that begins the next one are a chain of their own, but two forwards lie
+between them. So a block may do the next one's first lines ahead: its modulation and its norm. The next block takes
+the values by proof and never by guess: only for the same tensor objects, to which nothing was written since by torch's
+own count of writes, in the same lane (stream and capture). Where anything else stands between the two blocks, a
+ControlNet's residual, a cache that skips a block, a hook that loads its weights, the values are not computed or not
+taken, and the next block computes its own.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samebits import capture
+from samebits.models._family import calls_only_forward
+
+_LONGEST_WAIT_CALLS = 1024
+
+
+class Unwritten:
+    """A tensor as it was: the object and its count of writes. It does not keep the tensor."""
+
+    __slots__ = ("reference", "version")
+
+    def __init__(self, tensor: Tensor | None, forget: Callable[[Any], None] | None = None) -> None:
+        self.reference = None if tensor is None else weakref.ref(tensor, forget)
+        self.version = 0 if tensor is None else tensor._version
+
+    def is_still(self, tensor: Tensor | None) -> bool:
+        """Whether ``tensor`` is the same object and nothing was written to it since."""
+        if tensor is None or self.reference is None:
+            return tensor is None and self.reference is None
+        return self.reference() is tensor and tensor._version == self.version
+
+
+class Ahead:
+    """What one block computed for the next.
+
+    Attributes
+    ----------
+    modulation : object
+        What the next block's modulation made of ``inputs``.
+    streams : dict of str to tuple
+        By the name of a residual stream: the stream, as it left the block, its modulated norm and that one's version.
+    """
+
+    __slots__ = ("inputs", "lane", "modulation", "number", "streams")
+
+    def __init__(
+        self,
+        number: int,
+        lane: Hashable,
+        inputs: Iterable[Tensor | None],
+        modulation: Any,
+        forget: Callable[[Any], None],
+    ) -> None:
+        self.number = number
+        self.lane = lane
+        self.inputs = [Unwritten(tensor) for tensor in inputs]
+        self.modulation = modulation
+        self.streams: dict[str, tuple[Unwritten, Tensor, int]] = {}
+
+    def stream(self, name: str, stream: Tensor) -> Tensor | None:
+        """The modulated norm of ``stream``, or ``None`` where it is another tensor than the one that was normed."""
+        found = self.streams.get(name)
+        if found is None:
+            return None
+        was, modulated, version = found
+        return modulated if was.is_still(stream) and modulated._version == version else None
+
+
+@dataclass
+class _Boundary:
+    """Between a block and the next: whether what was done ahead is taken over there."""
+
+    wait_calls: int = 0
+    misses: int = 0
+
+    def open(self) -> bool:
+        """Whether it is worth trying; after values that nobody took, not for a growing number of calls."""
+        if self.wait_calls:
+            self.wait_calls -= 1
+            return False
+        return True
+
+    def missed(self) -> None:
+        self.wait_calls = min(1 << self.misses, _LONGEST_WAIT_CALLS)
+        self.misses += 1
+
+    def taken(self) -> None:
+        self.misses = 0
+
+
+class LookAhead:
+    """The blocks of one stack share one of these."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, nn.Module] = {}
+        self._boundaries: dict[int, _Boundary] = {}
+        self._known: Ahead | None = None
+
+    def add(self, number: int, block: nn.Module) -> None:
+        """Let ``block`` take part; the blocks of a stack are called in the order of their numbers."""
+        self._blocks[number] = block
+        self._boundaries[number] = _Boundary()
+
+    def take(self, number: int, inputs: Iterable[Tensor | None], device: torch.device) -> Ahead | None:
+        """What the block before computed for block ``number`` from exactly these ``inputs``, or ``None``.
+
+        It is given once. Each of its streams still has to be asked whether it is the one at hand.
+        """
+        known, self._known = self._known, None
+        if known is None:
+            return None
+        held = known.number == number and known.lane == capture.lane(device) and _unchanged(known.inputs, inputs)
+        if not held:
+            self._boundaries[known.number].missed()
+            return None
+        return known
+
+    def settle(self, number: int, taken: bool) -> None:
+        """Say whether block ``number`` could use the stream that was normed for it."""
+        boundary = self._boundaries[number]
+        if taken:
+            boundary.taken()
+        else:
+            boundary.missed()
+
+    def following(self, number: int, block: nn.Module, stream: Tensor) -> Any:
+        """The block after block ``number`` if its first lines may be done now, else ``None``.
+
+        What is hooked onto a block may load its weights, change its input or skip it, so there must be nothing
+        between the two blocks; whether the norm and the modulation of the next block are plain is for the caller.
+        """
+        following = self._blocks.get(number + 1)
+        if (
+            following is None
+            or type(stream) is not Tensor
+            # The graph of gradients would be another one.
+            or torch.is_grad_enabled()
+            # Writes to tensors of the inference mode are not counted.
+            or torch.is_inference_mode_enabled()
+            or stream.is_inference()
+            or not _only_look(block.__dict__["_forward_hooks"])
+            or not _is_called_as_it_is(following.__dict__)
+        ):
+            return None
+        return following if self._boundaries[number + 1].open() else None
+
+    def begin(
+        self, number: int, inputs: Iterable[Tensor | None], modulation: Any, device: torch.device
+    ) -> Ahead | None:
+        """Keep the modulation of block ``number`` and make room for its streams; ``None`` in no known lane."""
+        lane = capture.lane(device)
+        if lane is None:
+            return None
+        self._known = Ahead(number, lane, inputs, modulation, self._forget)
+        return self._known
+
+    def put(self, ahead: Ahead, name: str, stream: Tensor, modulated: Tensor) -> None:
+        """Keep the modulated norm of a stream until the next block takes it or the stream is gone."""
+        ahead.streams[name] = Unwritten(stream, self._forget), modulated, modulated._version
+
+    def _forget(self, stream: weakref.ref[Tensor]) -> None:
+        known = self._known
+        if known is not None and any(was.reference is stream for was, *_ in known.streams.values()):
+            self._known = None  # nobody can ask for it any more, so nobody will
+            self._boundaries[known.number].missed()
+
+
+def _unchanged(before: list[Unwritten], now: Iterable[Tensor | None]) -> bool:
+    tensors = list(now)  # fewer or more where a LoRA or a part came or went
+    return len(before) == len(tensors) and all(
+        was.is_still(tensor) for was, tensor in zip(before, tensors, strict=True)
+    )
+
+
+def _only_look(hooks: Mapping[int, Any]) -> bool:
+    """Whether every hook says of itself, by ``only_looks``, that it changes nothing; samebits' own measurements do."""
+    return all(getattr(hook, "only_looks", False) for hook in hooks.values())
+
+
+def _is_called_as_it_is(attributes: dict[str, Any]) -> bool:
+    """Whether calling a block with these attributes runs its own forward, or ours, before anything else."""
+    return (
+        _only_look(attributes["_forward_pre_hooks"])
+        and not attributes["_backward_pre_hooks"]
+        # accelerate's and diffusers' hooks put a partial there; they may bring the block's weights only now.
+        and type(attributes.get("forward")) is types.MethodType
+        and attributes.get("_compiled_call_impl") is None
+    )
+
+
+def may_run_early(modulation: nn.Module, source: Tensor) -> bool:
+    """Whether calling ``modulation`` on ``source`` now is what calling it later is: no hooks, its weights at hand.
+
+    That nothing is written to the weights until then has to be seen later: they belong to the ``inputs``.
+    """
+    for module in modulation.modules():
+        if not calls_only_forward(module.__dict__):
+            return False
+        for parameter in module._parameters.values():
+            if parameter is not None and (parameter.device != source.device or parameter.dtype != source.dtype):
+                return False
+    return True

@@ -1,0 +1,336 @@
+"""The first norm of a block is computed at the end of the block before, but only where that is proven the same."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from denoisers import (
+    DTYPES,
+    KernelGate,
+    check_same_bits,
+    flat,
+    qwen,
+    qwen_inputs,
+    run,
+    same_bits,
+    z_image,
+    z_image_inputs,
+)
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import nn
+
+from samebits.apply import Handle, apply
+from samebits.models._ahead import LookAhead, may_run_early
+
+BLOCKS = 3
+ACROSS = {"qwen": 2 * (BLOCKS - 1), "z-image": BLOCKS - 1}
+"""Calls that reach over a boundary in one forward: one a stream."""
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+    if name == "qwen":
+        return qwen(dtype, num_layers=BLOCKS), qwen_inputs(dtype)
+    return z_image(dtype, n_layers=BLOCKS), z_image_inputs(dtype)
+
+
+def blocks_of(model: Any) -> Any:
+    return model.transformer_blocks if hasattr(model, "transformer_blocks") else model.layers
+
+
+def first_norms(handle: Handle) -> list[int]:
+    """How often each block computed its first norm (of the image) itself."""
+    return [
+        row.fused + row.eager
+        for row in handle.report().rows
+        if row.site.startswith(("transformer_blocks", "layers"))
+        and row.site.endswith(("img_norm1", ".attention_norm1"))
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ACROSS)
+def test_only_the_first_block_computes_its_first_norm(name: str, dtype: torch.dtype) -> None:
+    model, inputs = build(name, dtype)
+    expected = run(model, inputs)
+    with apply(model, gate=KernelGate()) as handle:
+        for calls in (1, 2, 3):
+            check_same_bits(run(model, inputs), expected)
+            assert first_norms(handle) == [calls] + [0] * (BLOCKS - 1)
+        never = [why for row in handle.report().rows for why, count in row.reasons.items() if not count]
+    assert sum("its lines run" in why for why in never) >= ACROSS[name]
+
+
+def hook_before(model: Any) -> None:
+    blocks_of(model)[1].register_forward_pre_hook(
+        lambda module, args, kwargs: (tuple(a * 2 if n == 0 else a for n, a in enumerate(args)), doubled(kwargs)),
+        with_kwargs=True,
+    )
+
+
+def doubled(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value * 2 if key == "hidden_states" else value for key, value in kwargs.items()}
+
+
+def hook_that_writes_before(model: Any) -> None:
+    def write(module: nn.Module, args: Any, kwargs: Any) -> None:
+        (args[0] if args else kwargs["hidden_states"]).mul_(1.5)
+
+    blocks_of(model)[1].register_forward_pre_hook(write, with_kwargs=True)
+
+
+def hook_that_writes_after(model: Any) -> None:
+    def write(module: nn.Module, args: Any, output: Any) -> None:
+        (output[1] if isinstance(output, tuple) else output).mul_(1.5)
+
+    blocks_of(model)[0].register_forward_hook(write)
+
+
+def hook_that_only_says_it_looks(model: Any) -> None:
+    """It writes, and the count of writes tells."""
+
+    def write(module: nn.Module, args: Any, output: Any) -> None:
+        (output[1] if isinstance(output, tuple) else output).mul_(1.5)
+
+    write.only_looks = True  # type: ignore[attr-defined]
+    blocks_of(model)[0].register_forward_hook(write)
+
+
+def weights_before_the_next_block(model: Any) -> None:
+    """A hook inside a block that writes to the next block's modulation."""
+    first, second = blocks_of(model)[:2]
+    part, weight = (
+        (first.txt_mlp, second.img_mod[1].weight)
+        if hasattr(first, "txt_mlp")
+        else (first.ffn_norm2, second.adaLN_modulation[0].weight)
+    )
+
+    def write(*_: Any) -> None:
+        weight.mul_(1.25)
+
+    part.register_forward_hook(write)
+
+
+def hook_on_the_modulation(model: Any) -> None:
+    block = blocks_of(model)[1]
+    part = block.img_mod if hasattr(block, "img_mod") else block.adaLN_modulation
+    part.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def hook_on_the_linear(model: Any) -> None:
+    block = blocks_of(model)[1]
+    part = block.txt_mod[1] if hasattr(block, "txt_mod") else block.adaLN_modulation[0]
+    part.register_forward_hook(lambda module, args, output: output * 2)
+
+
+class Doubles(ModelHook):
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return tuple(a * 2 if n == 0 else a for n, a in enumerate(args)), doubled(kwargs)
+
+
+def hook_of_diffusers(model: Any) -> None:
+    HookRegistry.check_if_exists_or_initialize(blocks_of(model)[1]).register_hook(Doubles(), "doubles")
+
+
+def another_norm(model: Any) -> None:
+    block = blocks_of(model)[1]
+    if hasattr(block, "img_norm1"):
+        block.img_norm1 = nn.LayerNorm(64, elementwise_affine=False, eps=1e-3)
+        block.txt_norm1 = nn.RMSNorm(64, elementwise_affine=False)
+    else:
+        block.attention_norm1.eps = 1e-2
+
+
+def forward_of_the_users_own(model: Any) -> None:
+    block = blocks_of(model)[1]
+    own = type(block).forward.__get__(block)
+    block.forward = lambda *args, **kwargs: own(*args, **doubled(kwargs)) if not args else own(args[0] * 2, *args[1:])
+
+
+STAND_BETWEEN = [
+    hook_before,
+    hook_that_writes_before,
+    hook_that_writes_after,
+    hook_that_only_says_it_looks,
+    weights_before_the_next_block,
+    hook_on_the_modulation,
+    hook_on_the_linear,
+    hook_of_diffusers,
+    another_norm,
+    forward_of_the_users_own,
+]
+
+
+@pytest.mark.parametrize("change", STAND_BETWEEN, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", ACROSS)
+def test_whatever_stands_between_two_blocks_is_seen(name: str, change: Callable[[Any], None]) -> None:
+    untouched, inputs = build(name)
+    plain = run(untouched, inputs)
+    theirs, ours = build(name)[0], build(name)[0]
+    with apply(ours, gate=KernelGate()):
+        check_same_bits(run(ours, inputs), plain)
+        change(theirs)
+        change(ours)
+        for _ in range(3):
+            expected = run(theirs, inputs)
+            assert not same_bits(expected, plain)
+            check_same_bits(run(ours, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_a_hook_that_only_looks_leaves_it_on(name: str) -> None:
+    model, inputs = build(name)
+    expected = run(model, inputs)
+    seen: list[Any] = []
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append(output)
+
+    look.only_looks = True  # type: ignore[attr-defined]
+    for block in blocks_of(model):
+        block.register_forward_hook(look)
+    with apply(model, gate=KernelGate()) as handle:
+        check_same_bits(run(model, inputs), expected)
+        assert first_norms(handle) == [1] + [0] * (BLOCKS - 1)
+    assert len(seen) == BLOCKS
+
+
+def test_values_that_nobody_takes_are_soon_not_computed() -> None:
+    """A ControlNet adds to the stream after every block: the first forward finds out, most later ones do not try."""
+    model, inputs = build("qwen")
+    generator = torch.Generator().manual_seed(5)
+    residuals = [torch.randn(2, 16, 64, generator=generator) for _ in range(BLOCKS)]
+    with_residuals = inputs | {"controlnet_block_samples": residuals}
+    expected, plain = run(model, with_residuals), run(model, inputs)
+    assert not same_bits(expected, plain)
+
+    def across(inputs: dict[str, Any], expected: tuple[torch.Tensor, ...]) -> int:
+        """Calls that reached over a boundary in one more forward."""
+        before = sum(row.fused + row.eager for row in handle.report().rows if row.site.endswith("next_norm1"))
+        check_same_bits(run(model, inputs), expected)
+        return sum(row.fused + row.eager for row in handle.report().rows if row.site.endswith("next_norm1")) - before
+
+    with apply(model, gate=KernelGate()) as handle:
+        tried = [across(with_residuals, expected) for _ in range(12)]
+        assert [number for number, calls in enumerate(tried) if calls] == [0, 2, 5, 10]
+        assert set(tried) == {0, ACROSS["qwen"]}
+        # The ControlNet is gone: within as many forwards as it waits, it is tried again, and then always.
+        back = [across(inputs, plain) for _ in range(12)]
+        assert back == [0] * 7 + [ACROSS["qwen"]] * 5
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_a_forward_that_broke_off_leaves_nothing(name: str) -> None:
+    model, inputs = build(name)
+    expected = run(model, inputs)
+    streams: list[weakref.ref[torch.Tensor]] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        streams.append(weakref.ref(output[1] if isinstance(output, tuple) else output))
+
+    def stop(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    keep.only_looks = True  # type: ignore[attr-defined]
+    with apply(model, gate=KernelGate()):
+        blocks_of(model)[0].register_forward_hook(keep)
+        attention = blocks_of(model)[1].attn if name == "qwen" else blocks_of(model)[1].attention
+        hook = attention.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, inputs)
+        hook.remove()
+        gc.collect()
+        assert streams[0]() is None
+        check_same_bits(run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_blocks_called_by_hand_in_another_way(name: str) -> None:
+    """A block left out, and another conditioning for the second block than for the first."""
+    model, inputs = build(name)
+    other, _ = build(name)
+    blocks = blocks_of(model)
+    with apply(model, gate=KernelGate()):
+        run(model, inputs)
+        for each in (model, other):
+            blocks = blocks_of(each)
+            kept = nn.ModuleList([blocks[0], blocks[2]])
+            setattr(each, "transformer_blocks" if name == "qwen" else "layers", kept)
+        for _ in range(2):
+            check_same_bits(run(model, inputs), run(other, inputs))
+
+
+def test_another_conditioning_for_the_next_block() -> None:
+    def by_hand(model: Any) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(3)
+        x, text, temb = (torch.randn(1, n, 64, generator=generator) for n in (16, 5, 1))
+        tables = model.pos_embed([[(1, 4, 4)]], max_txt_seq_len=5, device=x.device)
+        with torch.no_grad():
+            for number, block in enumerate(model.transformer_blocks):
+                of_this = temb[:, 0] * (1 + number // 2)
+                text, x = block(x, text, None, of_this, tables)
+        return text, x
+
+    model, other = build("qwen")[0], build("qwen")[0]
+    with apply(model, gate=KernelGate()) as handle:
+        for _ in range(3):
+            check_same_bits(by_hand(model), by_hand(other))
+        assert first_norms(handle) == [3] * BLOCKS  # each block was given a temb of its own
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_inference_mode_and_gradients_do_without(name: str) -> None:
+    model, inputs = build(name)
+    expected = run(model, inputs)
+    with apply(model, gate=KernelGate()) as handle:
+        with torch.inference_mode():
+            check_same_bits(flat(model(**inputs)), expected)
+        assert first_norms(handle) == [1] * BLOCKS
+        with torch.enable_grad():
+            model.requires_grad_(True)
+            check_same_bits([part.detach() for part in flat(model(**inputs))], expected)
+        assert first_norms(handle) == [2] * BLOCKS
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_two_threads_in_one_model(name: str) -> None:
+    model, inputs = build(name)
+    others = inputs | ({"timestep": inputs["timestep"] * 0.5} if name == "qwen" else {"t": inputs["t"] * 0.5})
+    expected = [run(model, inputs), run(model, others)]
+    wrong: list[BaseException] = []
+    with apply(model, gate=KernelGate()):
+
+        def work(which: int) -> None:
+            try:
+                for _ in range(6):
+                    check_same_bits(run(model, [inputs, others][which]), expected[which])
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_weights_that_are_not_at_hand() -> None:
+    x = torch.zeros(1, 4)
+    assert may_run_early(nn.Linear(4, 4), x)
+    assert not may_run_early(nn.Linear(4, 4, device="meta"), x)
+    assert not may_run_early(nn.Linear(4, 4, dtype=torch.bfloat16), x)
+
+
+def test_a_lane_that_cannot_be_told() -> None:
+    look, block = LookAhead(), nn.Linear(2, 2)
+    look.add(0, block)
+    look.add(1, nn.Linear(2, 2))
+    assert look.begin(1, (), None, torch.device("meta")) is None
+    assert look.take(1, (), torch.device("meta")) is None
+    assert look.following(0, block, torch.zeros(1)) is None  # the next block's forward is no function that we put there
