@@ -302,19 +302,17 @@ def _flags() -> dict[str, Any]:
     deterministic: Any = torch.utils.deterministic
     return {
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": _ask(torch.get_float32_matmul_precision),
         "matmul_allow_tf32": _ask(lambda: cuda.matmul.allow_tf32),
         "matmul_fp16_reduced_precision": _ask(lambda: cuda.matmul.allow_fp16_reduced_precision_reduction),
         "matmul_bf16_reduced_precision": _ask(lambda: cuda.matmul.allow_bf16_reduced_precision_reduction),
         "matmul_fp16_accumulation": _ask(lambda: cuda.matmul.allow_fp16_accumulation),
-        "matmul_fp32_precision": _ask(lambda: cuda.matmul.fp32_precision),
-        "fp32_precision": _ask(lambda: backends.fp32_precision),
+        "matmul_fp32_precision": _ask(lambda: _in_force(cuda.matmul, backends)),
         "blas": _ask(lambda: cuda.preferred_blas_library().name),
         "linalg": _ask(lambda: cuda.preferred_linalg_library().name),
         "cudnn_enabled": cudnn.enabled,
         "cudnn_allow_tf32": _ask(lambda: cudnn.allow_tf32),
-        "cudnn_fp32_precision": _ask(lambda: cudnn.fp32_precision),
-        "cudnn_conv_fp32_precision": _ask(lambda: cudnn.conv.fp32_precision),
+        "cudnn_conv_fp32_precision": _ask(lambda: _in_force(cudnn.conv, cudnn, backends)),
         "cudnn_benchmark": cudnn.benchmark,
         "cudnn_deterministic": cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -329,6 +327,12 @@ def _flags() -> dict[str, Any]:
         # There is no getter for it: the smallest normal number, divided, shows it.
         "flush_denormal": (torch.tensor(1e-38, dtype=torch.float32, device="cpu") * 0.1).item() == 0.0,
     }
+
+
+def _in_force(*switches: Any) -> str:
+    """Return the first precision that is set, from the particular to the general: TF32 is off where none is."""
+    found = (switch.fp32_precision for switch in switches)
+    return next((str(precision) for precision in found if precision != "none"), "ieee")
 
 
 def _ask(question: Callable[[], Any]) -> Any:

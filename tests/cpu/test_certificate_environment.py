@@ -196,14 +196,11 @@ def switch(owner: Any, name: str) -> Any:
 )
 def test_a_switch_changes_it(owner: Any, name: str) -> None:
     before, was = fingerprint(), getattr(owner, name)
-    precision = torch.backends.cuda.matmul.fp32_precision
     try:
         setattr(owner, name, not was)
         assert digest(fingerprint()) != digest(before)
     finally:
         setattr(owner, name, was)
-        # Switched off again, TF32 is off by word instead of by default.
-        torch.backends.cuda.matmul.fp32_precision = precision
     assert fingerprint() == before
 
 
@@ -239,6 +236,21 @@ def test_a_flag_changes_it(get: Callable[[], Any], put: Callable[[Any], Any], ot
         assert digest(fingerprint()) != digest(before)
     finally:
         put(was)
+    assert fingerprint() == before
+
+
+def test_a_precision_that_the_old_switches_do_not_know_changes_it() -> None:
+    before, matmul, conv = fingerprint(), torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    was = matmul.fp32_precision, conv.fp32_precision
+    try:
+        conv.fp32_precision = "ieee"
+        assert fingerprint()["flags"]["cudnn_conv_fp32_precision"] == "ieee"
+        assert digest(fingerprint()) != digest(before)
+        conv.fp32_precision = was[1]
+        matmul.fp32_precision = "tf32"
+        assert fingerprint()["flags"]["matmul_fp32_precision"] == "tf32"
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = was
     assert fingerprint() == before
 
 
