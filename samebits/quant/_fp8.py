@@ -55,7 +55,8 @@ class QuantizedInput:
 
     def __post_init__(self) -> None:
         values, scale = self.values, self.scale
-        if values.dtype != FP8 or scale.dtype != torch.float32 or not self.dtype.is_floating_point:
+        half_or_more = self.dtype.is_floating_point and self.dtype.itemsize > 1
+        if values.dtype != FP8 or scale.dtype != torch.float32 or not half_or_more:
             got = f"{values.dtype}, {scale.dtype} and {self.dtype}"
             raise TypeError(f"expected float8_e4m3fn values, an fp32 scale and the activation's dtype, got {got}.")
         if scale.ndim and scale.shape != (*values.shape[:-1], 1):

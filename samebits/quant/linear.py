@@ -1,39 +1,59 @@
 """Linears with quantised weights: :class:`Fp8Linear` and :class:`NvFp4Linear`.
 
 They are ``nn.Linear`` by inheritance, so that offloading, LoRA and layer counters find them, but ``weight`` is a buffer
-that no cast touches: ``model.to(torch.float16)`` changes the dtype of the bias and leaves weight and scales alone. For
-inference only.
+of bytes that no cast touches: ``model.to(torch.float16)`` changes ``compute_dtype`` and the dtype of the bias, and
+leaves weight and scales alone. Bytes and not float8, because diffusers casts an input to the dtype of a floating-point
+weight, and asks for ``compute_dtype`` where it is none. For inference only.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samebits.quant._export_config import GROUP
+from samebits.quant._fp4 import dequantize, fp4_native, why_no_fp4
 from samebits.quant._fp8 import FP8, QuantizedInput, dynamic_scale, quantize_fp8
-from samebits.quant._scaled_mm import fp8_native, fp8_reference, why_no_fp8
-
-# From one dtype to an integer one of the same size: what is no floating-point number is moved, never cast.
-_AS_INTEGER = {FP8: torch.uint8, torch.uint8: torch.uint8, torch.float32: torch.int32}
+from samebits.quant._scaled_mm import finish, fp8_native, fp8_reference, why_no_fp8
 
 
 class QuantizedLinear(nn.Linear):
-    """What both linears share: a weight and scales that are moved but never cast or loaded from another dtype."""
+    """What both linears share: a weight and scales that are moved but never cast or loaded from another dtype.
+
+    Attributes
+    ----------
+    weight : Tensor
+        uint8: the bytes of the quantised weight.
+    compute_dtype : torch.dtype
+        The dtype of the bias, and that in which inputs are expected; others are taken.
+    """
+
+    compute_dtype: torch.dtype
+    _stored_as: torch.dtype
+    """The dtype of the weight in an export."""
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, buffers: dict[str, Tensor | None], **kind: Any
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        buffers: dict[str, Tensor | None],
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would make a weight of another kind.
         self.in_features = in_features
         self.out_features = out_features
+        self.compute_dtype = torch.get_default_dtype() if dtype is None else dtype
         for name, value in buffers.items():
             self.register_buffer(name, value)
-        self.register_parameter(
-            "bias", nn.Parameter(torch.zeros(out_features, **kind), requires_grad=False) if bias else None
-        )
+        zeros = torch.zeros(out_features, device=device, dtype=self.compute_dtype) if bias else None
+        self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros, requires_grad=False))
 
     def reset_parameters(self) -> None:
         """Nothing: there is no random quantised weight."""
@@ -42,21 +62,27 @@ class QuantizedLinear(nn.Linear):
         kept = {id(buffer) for buffer in self._buffers.values()}
 
         def keep(tensor: Tensor) -> Tensor:
-            if id(tensor) not in kept:
+            if id(tensor) not in kept or not tensor.is_floating_point():
                 return fn(tensor)
-            return fn(tensor.view(_AS_INTEGER[tensor.dtype])).view(tensor.dtype)
+            # As integers of the same size it is moved and never cast.
+            return fn(tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int32)).view(tensor.dtype)
 
         super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         errors: list[str] = rest[-1]
-        for name, buffer in self._buffers.items():
-            value = state_dict.get(prefix + name)
-            if buffer is not None and isinstance(value, Tensor) and value.dtype != buffer.dtype:
+        ours = {name: state_dict[prefix + name] for name in self._buffers if prefix + name in state_dict}
+        for name, value in ours.items():
+            buffer = self._buffers[name]
+            bytes_of_it = name == "weight" and value.dtype == self._stored_as
+            if buffer is not None and value.dtype != buffer.dtype and not bytes_of_it:
                 # A plain load would cast, without a scale: numbers that mean nothing.
                 errors.append(f"{prefix}{name} is {value.dtype}; a {type(self).__name__} holds {buffer.dtype}")
                 return
+        if "weight" in ours:
+            state_dict = {**state_dict, f"{prefix}weight": ours["weight"].view(torch.uint8)}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def runs_as(self) -> str:
@@ -87,7 +113,7 @@ class Fp8Linear(QuantizedLinear):
     Attributes
     ----------
     weight : Tensor
-        ``(N, K)`` float8_e4m3fn, contiguous.
+        ``(N, K)`` uint8, contiguous: the bytes of float8_e4m3fn.
     weight_scale : Tensor
         fp32, ``()`` or ``(N,)``.
     input_scale : Tensor or None
@@ -103,6 +129,7 @@ class Fp8Linear(QuantizedLinear):
     weight: Tensor
     weight_scale: Tensor
     input_scale: Tensor | None
+    _stored_as = FP8
 
     def __init__(
         self,
@@ -116,11 +143,11 @@ class Fp8Linear(QuantizedLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         buffers = {
-            "weight": torch.zeros(out_features, in_features, dtype=FP8, device=device),
+            "weight": torch.zeros(out_features, in_features, dtype=torch.uint8, device=device),
             "weight_scale": torch.ones((out_features,) if per_channel else (), dtype=torch.float32, device=device),
             "input_scale": torch.ones((), dtype=torch.float32, device=device) if static else None,
         }
-        super().__init__(in_features, out_features, bias, buffers, device=device, dtype=dtype)
+        super().__init__(in_features, out_features, bias, buffers, device, dtype)
 
     @property
     def per_token(self) -> bool:
@@ -153,7 +180,7 @@ class Fp8Linear(QuantizedLinear):
         scale = x.scale.reshape(-1, 1) if x.scale.ndim else x.scale
         native = values.shape[0] and why_no_fp8(values.device, self.out_features, width) is None
         product = fp8_native if native else fp8_reference
-        result = product(values, scale, self.weight, self.weight_scale, bias, x.dtype)
+        result = product(values, scale, self.weight.view(FP8), self.weight_scale, bias, x.dtype)
         return result.reshape(*batch, self.out_features)
 
     def runs_as(self) -> str:
@@ -162,3 +189,103 @@ class Fp8Linear(QuantizedLinear):
         reason = why_no_fp8(self.weight.device, self.out_features, self.in_features)
         how = "torch._scaled_mm" if reason is None else f"reference path of the same values: {reason}"
         return f"FP8 weights {weight}, inputs {inputs}, {how}"
+
+
+class NvFp4Linear(QuantizedLinear):
+    """A linear with NVFP4 weights: four bits a number, a scale for 16 columns, and one for all.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        K, a multiple of 16, and N.
+    bias : bool
+        Whether there is one, ``(N,)``.
+    static : bool
+        Whether the input's scale is known. If not, activations are never quantised (W4A16).
+    device, dtype
+        Where everything lives, and the dtype of the bias.
+
+    Attributes
+    ----------
+    weight : Tensor
+        ``(N, K / 2)`` uint8, two columns a byte.
+    weight_scale : Tensor
+        ``(N, K / 16)`` float8_e4m3fn.
+    weight_scale_2, input_scale : Tensor
+        fp32, ``()``; ``input_scale`` may be ``None``.
+
+    Notes
+    -----
+    GPUs of compute capability 10.x and 12.x multiply FP4 by FP4: there the input is quantised too, by the chain of
+    ``samebits/quant/_fp4.py``. Everywhere else, and without an input scale, each call turns the weight into the input's
+    dtype and multiplies with the input as it is: other numbers than FP4 times FP4, nearer to the unquantised model, no
+    faster than it, and with a quarter of its memory. ``repr`` and the report say which it is.
+
+    Raises
+    ------
+    ValueError
+        K is no multiple of 16.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    weight_scale_2: Tensor
+    input_scale: Tensor | None
+    _stored_as = torch.uint8
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        static: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if in_features % GROUP:
+            raise ValueError(f"expected in_features to be a multiple of {GROUP}, got {in_features}.")
+        buffers = {
+            "weight": torch.zeros(out_features, in_features // 2, dtype=torch.uint8, device=device),
+            "weight_scale": torch.ones(out_features, in_features // GROUP, device=device).to(FP8),
+            "weight_scale_2": torch.ones((), dtype=torch.float32, device=device),
+            "input_scale": torch.ones((), dtype=torch.float32, device=device) if static else None,
+        }
+        super().__init__(in_features, out_features, bias, buffers, device, dtype)
+
+    def dequantized(self) -> Tensor:
+        """The weight as numbers, ``(N, K)`` fp32."""
+        return dequantize(self.weight, self.weight_scale, self.weight_scale_2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``x``, ``(..., K)`` of any strides. Returns ``(..., N)``.
+
+        Raises
+        ------
+        ValueError
+            ``x`` is not K wide.
+        """
+        *batch, width = x.shape
+        if width != self.in_features:
+            raise ValueError(f"expected an input of width {self.in_features}, got {tuple(x.shape)}.")
+        if self.input_scale is None or not x.numel() or why_no_fp4(x.device, self.out_features, width) is not None:
+            return F.linear(x, self.dequantized().to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        sums = fp4_native(x.reshape(-1, width), self.input_scale, self.weight, self.weight_scale)
+        result = finish(sums, self.input_scale, self.weight_scale_2, self.bias, x.dtype)
+        return result.reshape(*batch, self.out_features)
+
+    def runs_as(self) -> str:
+        reason = why_no_fp4(self.weight.device, self.out_features, self.in_features)
+        if self.input_scale is None:
+            reason = "the checkpoint quantises weights alone"
+        if reason is None:
+            return "NVFP4 weights and inputs, torch._scaled_mm"
+        return f"NVFP4 weights, turned into the input's dtype on each call: {reason}"
+
+
+def how_linears_run(model: nn.Module) -> list[str]:
+    """What a report says of a model's quantised linears: a sentence for each way in which some of them run."""
+    kinds = Counter(module.runs_as() for module in model.modules() if isinstance(module, QuantizedLinear))
+    return [f"{count} linears: {kind}" for kind, count in kinds.items()]
