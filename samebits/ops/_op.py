@@ -57,7 +57,9 @@ class Op:
     unsupported: Callable[..., str | None]
     """A sentence that says why these arguments never reach the kernel, or ``None``.
 
-    Pure, and decided by the signature alone: dtypes, shapes, strides, alignment, scalars.
+    Decided by the signature alone: dtypes, shapes, strides, alignment, scalars. Where eager's order of summation was
+    never recorded for this torch and GPU, that order too, which is then asked once; so no call of it may be in a graph
+    capture.
     """
     prepare: Callable[..., Launcher]
     """Compiles (or finds) the kernel for the signature of these arguments and plans its launch."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from samebits import jit
 from samebits.ops._layout import CTYPES, HERE, MAX_ROWS, RowLayout, aligned, gives_contiguous_output, no_overlap, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
-from samebits.ops._reduce_plan import ReducePlan, reduce_plan
+from samebits.ops._reduce_plan import ReducePlan, reduce_plan, why_no_plan, why_no_rms_norm_plan
 
 SOURCE = HERE / "qk_norm.cu"
 KINDS = {"diffusers": 0, "native": 1, "torch": 2}
@@ -101,9 +101,15 @@ def unsupported(
             return f"{name}'s dimensions must lie in memory in their order and apart; the strides are {x.stride()}"
         if not aligned(weight, 4) or (kind == "torch" and not aligned(x, 4)):
             return f"{name} or its weight is not aligned to four elements"
-        if kind != "torch" and head_plan(x, kind) is None:
-            return f"the heads of {name} are so long that ATen splits one across blocks"
+        if reason := _why_no_order(x, kind):
+            return f"{name}: {reason}"
     return None
+
+
+def _why_no_order(x: torch.Tensor, kind: str) -> str | None:
+    if kind == "torch":
+        return why_no_rms_norm_plan(x.shape[-1], x.dtype, x.device)
+    return why_no_plan(_rows(x), x.shape[-1], x.dtype if kind == "native" else torch.float32, x.device)
 
 
 def _rows(x: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ from samebits.ops._layout import (
     row_layout,
 )
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
-from samebits.ops._reduce_plan import reduce_plan
+from samebits.ops._reduce_plan import reduce_plan, why_no_plan
 from samebits.ops.qk_norm import rms_norm
 
 SOURCE = HERE / "rms_norm_scale.cu"
@@ -87,9 +87,7 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | Non
     for name, t in (("x", x), ("weight", weight), ("scale", scale)):
         if t is not None and not aligned(t, 4):
             return f"{name} is not aligned to four elements"
-    if reduce_plan(x.numel() // width, width, 4) is None:
-        return "the rows are so long that ATen splits one across blocks"
-    return None
+    return why_no_plan(x.numel() // width, width, torch.float32, x.device)
 
 
 def broadcast_strides(scale: torch.Tensor | None) -> tuple[int, int]:

@@ -34,7 +34,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "ops",
         "jit",
         "host",
-        "bits environment certificate settings capture checkpoint tiny",
+        "bits environment certificate settings capture checkpoint tiny summation",
         "errors",
     )
 )
