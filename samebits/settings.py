@@ -16,6 +16,9 @@ import platformdirs
 
 from samebits.errors import SettingsError
 
+CACHE_DIR = "SAMEBITS_CACHE_DIR"
+"""The variable that moves the folder of compiled kernels and certificates; for those who start processes."""
+
 _ON = frozenset({"1", "true", "yes", "on"})
 _OFF = frozenset({"", "0", "false", "no", "off"})
 
@@ -47,7 +50,7 @@ class Settings:
         """
         return cls(
             disabled=_flag(environ, "SAMEBITS_DISABLE"),
-            cache_dir=_cache_dir(environ.get("SAMEBITS_CACHE_DIR", "")),
+            cache_dir=_cache_dir(environ.get(CACHE_DIR, "")),
         )
 
 
@@ -76,7 +79,7 @@ def _cache_dir(value: str) -> Path:
             return Path(value).expanduser().absolute()
         except RuntimeError:
             raise SettingsError(
-                variable="SAMEBITS_CACHE_DIR", value=value, expected="a folder; nobody here has that home folder"
+                variable=CACHE_DIR, value=value, expected="a folder; nobody here has that home folder"
             ) from None
     path = Path(platformdirs.user_cache_dir("samebits", appauthor=False))
     if path.is_absolute():

@@ -40,6 +40,8 @@ class Schema:
     """Texts ``n/m``: n of m equal."""
     amounts: tuple[str, ...] = ()
     """Parts of a time: numbers that are not negative, or null. Null too in a row whose bits differ."""
+    differences: tuple[str, ...] = ()
+    """One time less another: finite numbers, or null. Null too in a row whose bits differ."""
     variants: tuple[str, ...] = ()
     """What the column ``variant`` may say, where there is one."""
     claims: tuple[str, ...] | None = None
@@ -51,7 +53,8 @@ class Schema:
     @property
     def columns(self) -> tuple[str, ...]:
         """Every required column."""
-        return (*self.text, *self.counts, *self.flags, *self.fractions, *self.speeds, *self.amounts)
+        times = (*self.speeds, *self.amounts, *self.differences)
+        return (*self.text, *self.counts, *self.flags, *self.fractions, *times)
 
     def bits_equal(self, row: Mapping[str, Any]) -> bool:
         """Whether everything that this row compared was equal."""
@@ -73,6 +76,7 @@ class Schema:
             (self.text, lambda v: isinstance(v, str) and v != "", "a text that is not empty"),
             (self.speeds, lambda v: v is None or _is_positive(v), "a positive finite number or null"),
             (self.amounts, lambda v: v is None or _is_amount(v), "a number that is not negative, or null"),
+            (self.differences, lambda v: v is None or _is_finite(v), "a finite number or null"),
             (self.counts, lambda v: type(v) is int and v >= 0, "an integer that is not negative"),
             (self.flags, lambda v: type(v) is bool, "true or false"),
             (self.fractions, lambda v: isinstance(v, str) and re.fullmatch(r"\d+/[1-9]\d*", v) is not None, "n/m"),
@@ -124,19 +128,37 @@ MODELS = Schema(
     claims=("ours", "ours_graph"),
     closed=True,
 )
-SCHEMAS = {schema.kind: schema for schema in (OPS, HOST, DENOISERS, MODELS)}
+PICTURES = ("eager_first", "eager", "ours_first_cold", "ours_first", "ours")
+"""The pictures of ``samebits bench pipeline``: the first one holds what happens once, cold also every compilation."""
+PIPELINE = Schema(
+    "pipeline",
+    text=("model", "mode", "variant"),
+    speeds=("s",),
+    counts=("size", "steps", "calls", "fused", "eager", "replayed"),
+    flags=("bits_equal",),
+    amounts=("s_text_encoder", "s_denoiser", "s_vae", "s_rest"),
+    differences=("s_more",),
+    variants=PICTURES,
+    claims=("ours_first_cold", "ours_first", "ours"),
+    closed=True,
+)
+SCHEMAS = {schema.kind: schema for schema in (OPS, HOST, DENOISERS, MODELS, PIPELINE)}
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+    return _is_finite(value) and value > 0
 
 
 def _is_amount(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return _is_finite(value) and value >= 0
 
 
 def _tells_speed(column: str) -> bool:
-    return column.startswith(("us_", "ms_")) or column in {"ms", "copy_share", "speedup"}
+    return column.startswith(("us_", "ms_", "s_")) or column in {"ms", "s", "copy_share", "speedup"}
 
 
 def without_speeds(row: Row) -> Row:
@@ -211,6 +233,30 @@ def read(path: Path) -> Record:
     record = Record(kind, data["command"], data["environment"], data["source"], data["rows"])
     record.check()
     return record
+
+
+def earlier(path: Path, source: Mapping[str, Any], environment: Mapping[str, Any]) -> Record:
+    """The record that is there already, to which rows of the present run are to be added.
+
+    Raises
+    ------
+    EvidenceError
+        It is no record, or was measured with another source, on another GPU, or with another torch.
+    """
+    there = read(path)
+    for what, then, now in (
+        ("source", there.source.get("package"), source["package"]),
+        ("GPU", _gpu(there.environment), _gpu(environment)),
+        ("torch", there.environment.get("torch"), environment.get("torch")),
+    ):
+        if then != now:
+            problem = f"its rows were measured with another {what}, so no row can be added; run everything anew"
+            raise EvidenceError(kind=there.kind, where=str(path), problem=problem)
+    return there
+
+
+def _gpu(environment: Mapping[str, Any]) -> Any:
+    return (environment.get("gpu") or {}).get("name")
 
 
 def stale(record: Record, ops: Iterable[Any]) -> list[str]:

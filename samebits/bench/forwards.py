@@ -15,7 +15,6 @@ import torch
 from samebits.bench import evidence, models, variants
 from samebits.bench.comparing import Bench, said
 from samebits.bench.models import Denoiser
-from samebits.errors import EvidenceError
 from samebits.ops._op import Op
 
 SIZES = (512, 1024, 1328, 2048)
@@ -61,7 +60,8 @@ def record(
     source = evidence.source_of(ops, commit)
     earlier: list[evidence.Row] = []
     if add and folder is not None and (folder / "models.json").exists():
-        earlier, command = _earlier(folder / "models.json", source, environment, command)
+        there = evidence.earlier(folder / "models.json", source, environment)
+        earlier, command = list(there.rows), f"{there.command}; {command}"
     for name, size, batch in product(names, sizes, batches):
         where = f"{name} {size}x{size} batch {batch}"
         say(f"{where}: running")
@@ -118,26 +118,6 @@ def _in_child(device: str, choice: variants.Choice, name: str, size: int, batch:
     # What a child has to say must not get between the parent's JSON.
     bench = Bench.on(torch.device(device), lambda text: print(text, file=sys.stderr))
     return here(bench, OPS, choice, models.BUILDERS)(name, size, batch)
-
-
-def _earlier(
-    path: Path, source: Mapping[str, Any], environment: Mapping[str, Any], command: str
-) -> tuple[list[evidence.Row], str]:
-    """The rows that are there already, and the commands of both runs."""
-    there = evidence.read(path)
-    for what, then, now in (
-        ("source", there.source.get("package"), source["package"]),
-        ("GPU", _gpu(there.environment), _gpu(environment)),
-        ("torch", there.environment.get("torch"), environment.get("torch")),
-    ):
-        if then != now:
-            problem = f"its rows were measured with another {what}, so no row can be added; run everything anew"
-            raise EvidenceError(kind="models", where=str(path), problem=problem)
-    return list(there.rows), f"{there.command}; {command}"
-
-
-def _gpu(environment: Mapping[str, Any]) -> Any:
-    return (environment.get("gpu") or {}).get("name")
 
 
 def _together(earlier: Sequence[evidence.Row], rows: Sequence[evidence.Row]) -> list[evidence.Row]:

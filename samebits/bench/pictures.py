@@ -25,8 +25,9 @@ from samebits.bench.targets import table
 
 PARTS = ("text encoder", "denoiser", "VAE", "rest")
 RUNS = ("eager, first", "eager", "samebits, first", "samebits")
-FIRST_PICTURE_MORE_S = 3.0
-"""What the first picture after ``apply`` may take more than eager's, comparisons included."""
+WARM, COLD, UNKNOWN = "warm kernel cache", "cold kernel cache", "kernel cache as it was"
+MOST_MORE_S = {WARM: 3.0, COLD: 10.0, UNKNOWN: 10.0}
+"""Seconds that the first picture after ``apply`` may take more than eager's, comparisons with eager included."""
 
 
 @dataclass
@@ -53,13 +54,33 @@ class Painted:
 
 @dataclass
 class Timed:
-    """What four runs gave."""
+    """What four runs gave.
+
+    Attributes
+    ----------
+    bits_equal : bool
+        Every picture has the pixels of the first.
+    void : bool
+        Eager's two pictures differ.
+    one_colour : bool
+        Eager's picture shows nothing, so that equal pixels say little.
+    fused, eager, replayed : int
+        Calls of sites that a kernel and that the reference answered, and calls of the denoiser that a graph answered.
+    """
 
     runs: dict[str, Painted] = field(default_factory=dict)
     bits_equal: bool = False
     void: bool = False
+    one_colour: bool = False
     fused: int = 0
     eager: int = 0
+    replayed: int = 0
+
+    @property
+    def more_s(self) -> float | None:
+        """What the first picture after ``apply`` took more than eager's, in seconds; none where pixels differ."""
+        first, usual = self.runs.get("samebits, first"), self.runs.get("eager")
+        return first.seconds - usual.seconds if self.bits_equal and first and usual else None
 
     def to_json(self) -> dict[str, Any]:
         """The figures as a JSON-able dictionary; none of samebits' where its picture has other bits."""
@@ -67,7 +88,7 @@ class Timed:
         return {
             "bits_equal": self.bits_equal,
             "void": self.void,
-            "calls": {"fused": self.fused, "eager": self.eager},
+            "calls": {"fused": self.fused, "eager": self.eager, "replayed": self.replayed},
             "runs": [
                 {
                     "run": name,
@@ -146,6 +167,7 @@ def measure(
     seed: int = 0,
     synchronize: Callable[[], object] = lambda: None,
     say: Callable[[str], object] = lambda _: None,
+    cuda_graphs: bool = False,
 ) -> Timed:
     """Paint four pictures, the first two in eager, and compare all with the first.
 
@@ -161,25 +183,37 @@ def measure(
         Makes the device idle.
     say : callable
         Told which picture is being painted.
+    cuda_graphs : bool
+        Whether samebits' pictures are replayed from CUDA graphs.
     """
     timed = Timed()
     for name in RUNS[:2]:
         say(name)
         timed.runs[name] = paint(pipeline, arguments, seed, synchronize)
-    with apply(pipeline) as handle:
+    with apply(pipeline, cuda_graphs=cuda_graphs) as handle:
         for name in RUNS[2:]:
             say(name)
             timed.runs[name] = paint(pipeline, arguments, seed, synchronize)
-        rows = handle.report().rows
-    timed.fused, timed.eager = sum(row.fused for row in rows), sum(row.eager for row in rows)
+        report = handle.report()
+    timed.fused, timed.eager = sum(row.fused for row in report.rows), sum(row.eager for row in report.rows)
+    timed.replayed = sum(row.replayed for row in report.graphs)
     first, *others = (run.pixels for run in timed.runs.values())
     timed.void = bits.compare(others[0], first) is not None
     timed.bits_equal = not timed.void and all(bits.compare(pixels, first) is None for pixels in others[1:])
+    timed.one_colour = bool((first == first[0, 0]).all())
     return timed
 
 
-def pictures_table(timed: Timed) -> str:
-    """Each run's seconds and the share of its parts, then what the comparison and the first picture say."""
+def pictures_table(timed: Timed, cold: Timed | None = None, cache: str = UNKNOWN) -> str:
+    """Each run's seconds and the share of its parts, then what the comparison and the first picture say.
+
+    Parameters
+    ----------
+    timed, cold : Timed
+        What is shown, and the same where nothing had been compiled, if that was run.
+    cache : str
+        Of ``timed``: one of ``WARM``, ``COLD``, ``UNKNOWN``.
+    """
     rows = []
     for run in timed.to_json()["runs"]:
         whole = run["seconds"] or 1.0
@@ -188,21 +222,39 @@ def pictures_table(timed: Timed) -> str:
         typical = f"{sorted(steps)[len(steps) // 2]:.1f}" if steps else "-"
         rows.append((run["run"], f"{run['seconds']:.3f}", *shares, str(len(steps)), typical))
     heads = ("picture", "seconds", *PARTS, "denoiser calls", "median ms")
-    return "\n".join([table(heads, rows), "", *_conclusions(timed)])
+    return "\n".join([table(heads, rows), "", *_conclusions(timed, cold, cache)])
 
 
-def _conclusions(timed: Timed) -> list[str]:
-    if timed.void:
+def _conclusions(timed: Timed, cold: Timed | None, cache: str) -> list[str]:
+    if timed.void or (cold is not None and cold.void):
         return ["Void: eager's two pictures differ, so nothing can be compared with them."]
-    if not timed.bits_equal:
+    if not timed.bits_equal or (cold is not None and not cold.bits_equal):
         return ["DIFFERENT: samebits' picture has other pixels than eager's, so no time of it is shown."]
-    told = [f"Every picture has eager's pixels; {timed.fused:,} calls fused, {timed.eager:,} eager."]
-    pixels = timed.runs["eager"].pixels
-    if bool((pixels == pixels[0, 0]).all()):
+    replays = f"; {timed.replayed:,} calls of the denoiser replayed" if timed.replayed else ""
+    told = [f"Every picture has eager's pixels; {timed.fused:,} calls fused, {timed.eager:,} eager{replays}."]
+    if timed.one_colour:
         told.append("Note: the picture is of one colour, so that its pixels are equal says little.")
     seconds = {name: run.seconds for name, run in timed.runs.items()}
     told.append(f"samebits / eager: {seconds['samebits'] / seconds['eager']:.3f} of the time for a whole picture.")
-    more = seconds["samebits, first"] - seconds["eager"]
-    kept = "within" if more <= FIRST_PICTURE_MORE_S else "NOT within"
-    told.append(f"First picture after apply: {more:+.2f} s against eager, {kept} {FIRST_PICTURE_MORE_S:g} s.")
-    return told
+    told.append(first_picture(timed, cache))
+    return told if cold is None else [*told, first_picture(cold, COLD)]
+
+
+def first_picture(timed: Timed, cache: str) -> str:
+    """What the first picture after ``apply`` took more than eager's, against what it may take."""
+    more, most = timed.more_s, MOST_MORE_S[cache]
+    if more is None:
+        return f"First picture after apply, {cache}: no time, its pixels are not eager's."
+    kept = "within" if more <= most else "NOT within"
+    return f"First picture after apply, {cache}: {more:+.2f} s against eager's picture, {kept} {most:g} s."
+
+
+def first_picture_json(timed: Timed, cache: str) -> dict[str, Any]:
+    """The same as a JSON-able dictionary."""
+    more, most = timed.more_s, MOST_MORE_S[cache]
+    return {
+        "cache": cache,
+        "s_more_than_eager": None if more is None else round(more, 3),
+        "s_most": most,
+        "within": None if more is None else more <= most,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from samebits.bench import charts, ratios
+from samebits.bench import charts, pipelines, ratios
 from samebits.bench.evidence import Record, Row
 from samebits.bench.tables import OP_HEADS, markdown, op_cells
 from samebits.bench.targets import Target
@@ -21,9 +21,16 @@ def _models(rows: Sequence[Row]) -> str:
     return markdown(ratios.HEADS, ratios.lines(rows))
 
 
-_PAGES: dict[str, tuple[str, Callable[[Sequence[Row]], str], Callable[[Iterable[Row], Path], Path | None]]] = {
+def _pipeline(rows: Sequence[Row]) -> str:
+    return markdown(pipelines.HEADS, pipelines.lines(rows))
+
+
+Chart = Callable[[Iterable[Row], Path], Path | None]
+
+_PAGES: dict[str, tuple[str, Callable[[Sequence[Row]], str], Chart | None]] = {
     "ops": ("Every op against eager", _ops, charts.ops_chart),
     "models": ("One forward, every way", _models, charts.models_chart),
+    "pipeline": ("Whole pictures", _pipeline, None),
 }
 
 
@@ -44,17 +51,20 @@ def page(record: Record, targets: Iterable[Target] = (), notes: Sequence[str] = 
 def write(
     record: Record, folder: Path, targets: Iterable[Target] = (), notes: Sequence[str] = ()
 ) -> tuple[list[Path], str | None]:
-    """Write ``<kind>.md`` and, where there is matplotlib, ``<kind>.png`` beside the record.
+    """Write ``<kind>.md`` and, for a kind that has a chart and where there is matplotlib, ``<kind>.png`` beside it.
 
     Returns
     -------
     list of Path, str or None
-        What was written, and why there is no chart, if there is none.
+        What was written, and why a chart is missing, if one is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / f"{record.kind}.md"
     text.write_text(page(record, targets, notes), encoding="utf-8")
+    draw = _PAGES[record.kind][2]
+    if draw is None:
+        return [text], None
     if not charts.available():
         return [text], charts.MISSING
-    drawn = _PAGES[record.kind][2](record.rows, folder / f"{record.kind}.png")
+    drawn = draw(record.rows, folder / f"{record.kind}.png")
     return ([text], "no row has a time, so no chart") if drawn is None else ([text, drawn], None)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from samebits.bench import evidence, ratios
+from samebits.bench import evidence, pipelines, ratios
 from samebits.bench.evidence import Record, Row
+from samebits.bench.targets import Target
 from samebits.ops import OPS, Op
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,16 +151,32 @@ def op_cells(row: Row) -> list[str]:
 
 def models_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
     """Every variant of one forward on every machine, with what was to be reached, and the command that measured it."""
+    return _with_targets(found, ops, "models", ratios.HEADS, ratios.lines, ratios.targets)
+
+
+def pipeline_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
+    """Whole pictures on every machine, and what the first one after ``apply`` may take more than eager's."""
+    return _with_targets(found, ops, "pipeline", pipelines.HEADS, pipelines.lines, pipelines.targets)
+
+
+def _with_targets(
+    found: Sequence[Machine],
+    ops: Sequence[Op],
+    kind: str,
+    heads: Sequence[str],
+    lines: Callable[[Iterable[Row]], Iterable[Sequence[str]]],
+    targets: Callable[[Iterable[Row]], Iterable[Target]],
+) -> str:
     parts = []
     for machine in found:
-        record = machine.records.get("models")
+        record = machine.records.get(kind)
         if record is None or evidence.stale(record, ops):
             continue
         reached = [
             (target.name, target.wanted, target.got, "yes" if target.reached else "no")
-            for target in ratios.targets(record.rows)
+            for target in targets(record.rows)
         ]
-        parts.append(f"{machine.name}, by `{record.command}`:\n\n{markdown(ratios.HEADS, ratios.lines(record.rows))}")
+        parts.append(f"{machine.name}, by `{record.command}`:\n\n{markdown(heads, lines(record.rows))}")
         if reached:
             parts.append(markdown(("figure", "wanted", "got", "reached"), reached))
     return "\n".join(parts) or "Not yet measured with this source.\n"
@@ -214,6 +231,7 @@ def update(root: Path = ROOT, ops: Sequence[Op] = OPS, *, write: bool = True) ->
     tables: dict[str, Callable[[], str]] = {
         "readme": partial(readme_table, found, ops),
         "models": partial(models_table, found, ops),
+        "pipeline": partial(pipeline_table, found, ops),
     }
     for op in ops:
         tables[op.name] = partial(op_table, found, op)

@@ -30,16 +30,25 @@ def on_gpu(out: Path | None) -> tuple[Any, dict[str, Any], Path]:
     """The GPU to measure on, the fingerprint, and the folder for the records."""
     import torch
 
-    from samebits.bench import evidence
     from samebits.bench.comparing import Bench
     from samebits.environment import fingerprint
 
     if not has_gpu():
         raise click.UsageError("bench needs an NVIDIA GPU and torch sees none; nothing measured elsewhere would count.")
     device = torch.device("cuda", torch.cuda.current_device())
-    name = evidence.folder_name(torch.cuda.get_device_name(device))
-    folder = out if out is not None else evidence.PACKAGE.parent / "evidence" / name
-    return Bench.on(device, say), fingerprint(), folder
+    return Bench.on(device, say), fingerprint(), folder_of(out)
+
+
+def folder_of(out: Path | None) -> Path:
+    """The folder for the records: what was asked for, else the one that is named after the current GPU."""
+    import torch
+
+    from samebits.bench import evidence
+
+    if out is not None:
+        return out
+    name = evidence.folder_name(torch.cuda.get_device_name(torch.cuda.current_device()))
+    return evidence.PACKAGE.parent / "evidence" / name
 
 
 def on_cpu() -> tuple[Any, dict[str, Any], Path]:

@@ -17,7 +17,7 @@ from torch import nn
 from samebits import tiny
 from samebits.apply import apply
 from samebits.bench import pictures, real
-from samebits.bench.pictures import Painted, Timed
+from samebits.bench.pictures import WARM, Painted, Timed
 from samebits.cli import main
 
 
@@ -109,21 +109,23 @@ def timed(first: float = 12.0, second: float = 6.0, **changes: Any) -> Timed:
 
 
 def test_the_table_tells_shares_and_what_the_first_picture_cost() -> None:
-    told = pictures.pictures_table(timed())
+    told = pictures.pictures_table(timed(), timed(first=19.25), WARM)
     lines = [" ".join(line.split()) for line in told.splitlines()]
     assert "samebits 6.000 1.000 s 17% 4.000 s 67% 0.500 s 8% 0.500 s 8% 3 110.0" in lines
     assert "Every picture has eager's pixels; 30 calls fused, 2 eager." in lines
     assert "samebits / eager: 0.600 of the time for a whole picture." in lines
-    assert "First picture after apply: +2.00 s against eager, within 3 s." in lines
-    assert "NOT within 3 s" in pictures.pictures_table(timed(first=13.5))
+    assert "First picture after apply, warm kernel cache: +2.00 s against eager's picture, within 3 s." in lines
+    assert "First picture after apply, cold kernel cache: +9.25 s against eager's picture, within 10 s." in lines
+    late = pictures.pictures_table(timed(first=13.5), timed(first=20.5), WARM)
+    assert "warm kernel cache: +3.50 s against eager's picture, NOT within 3 s." in late
+    assert "cold kernel cache: +10.50 s against eager's picture, NOT within 10 s." in late
+    assert "kernel cache as it was: +2.00 s" in pictures.pictures_table(timed())
+    assert "2 eager; 7 calls of the denoiser replayed." in pictures.pictures_table(timed(replayed=7))
 
 
 def test_a_picture_of_one_colour_says_little() -> None:
-    assert "of one colour" in pictures.pictures_table(timed())
-    colourful = timed()
-    for run in colourful.runs.values():
-        run.pixels = torch.arange(12, dtype=torch.uint8).view(2, 2, 3)
-    assert "of one colour" not in pictures.pictures_table(colourful)
+    assert "of one colour" in pictures.pictures_table(timed(one_colour=True))
+    assert "of one colour" not in pictures.pictures_table(timed())
 
 
 SMALL_TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -190,6 +192,12 @@ def test_no_time_of_ours_where_pixels_differ() -> None:
     assert not any(line.startswith("samebits") for line in told.splitlines())
     assert [run["run"] for run in wrong.to_json()["runs"]] == list(pictures.RUNS[:2])
     assert "Void" in pictures.pictures_table(timed(bits_equal=False, void=True))
+    for cold in (timed(bits_equal=False), timed(bits_equal=False, void=True)):
+        told = pictures.pictures_table(timed(), cold, WARM)
+        assert "First picture" not in told
+        assert "DIFFERENT" in told or "Void" in told
+    assert pictures.first_picture_json(wrong, WARM)["s_more_than_eager"] is None
+    assert "no time" in pictures.first_picture(wrong, WARM)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +216,10 @@ def test_four_pictures_of_a_real_pipeline(pipeline: Any, monkeypatch: pytest.Mon
     found = pictures.measure(pipeline, ARGUMENTS, say=told.append)
     assert told == list(found.runs) == list(pictures.RUNS)
     assert found.bits_equal
+    assert not found.one_colour
     assert found.fused > 0
+    assert found.replayed == 0
+    assert found.more_s == found.runs["samebits, first"].seconds - found.runs["eager"].seconds
     for run in found.runs.values():
         assert sum(run.parts.values()) == pytest.approx(run.seconds)
         assert min(run.parts[part] for part in pictures.PARTS[:3]) > 0
@@ -223,6 +234,7 @@ def test_a_picture_with_other_pixels_is_noticed(pipeline: Any, monkeypatch: pyte
     found = pictures.measure(pipeline, ARGUMENTS)
     assert not found.bits_equal
     assert not found.void
+    assert found.more_s is None
 
 
 def invoke(*arguments: str) -> Result:
@@ -239,6 +251,9 @@ def invoke(*arguments: str) -> Result:
         (("--device", "tpu"), "tpu"),
         (("z-image", "--device", "cpu"), "needs a GPU"),
         (("--json", "--fast"), "--fast"),
+        (("--device", "cpu", "--out", "there"), "--out, --add and --cold"),
+        (("--device", "cpu", "--add"), "--out, --add and --cold"),
+        (("--device", "cpu", "--cold"), "--out, --add and --cold"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], said: str) -> None:
@@ -254,5 +269,8 @@ def test_on_a_cpu_it_says_that_the_figures_mean_nothing() -> None:
     assert "text encoder" in shown.stdout
     document = json.loads(invoke("--device", "cpu", "--size", "32", "--steps", "2", "--json").stdout)
     assert document["meaningful"] is False
+    (first,) = document["first_picture"]
+    assert (first["cache"], first["s_most"]) == ("kernel cache as it was", 10.0)
+    assert first["within"] == (first["s_more_than_eager"] <= 10.0)
     assert [run["run"] for run in document["runs"]] == list(pictures.RUNS)
     assert len(document["runs"][0]["steps_ms"]) == 2
