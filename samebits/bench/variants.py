@@ -129,6 +129,8 @@ class Choice:
         Whether graphs are captured and the floor is measured; false where there is no GPU.
     rounds : int
         How many turns each variant has.
+    only : tuple of str
+        Variants that are timed; empty: all that the rest says. One that another needs is made ready and not timed.
     options : mapping
         For torch.compile, beside what ``COMPILED`` says. The tests compile with a backend that takes no time.
     """
@@ -137,6 +139,21 @@ class Choice:
     graphs: bool = True
     rounds: int = ROUNDS
     options: Mapping[str, Any] = field(default_factory=dict)
+    only: tuple[str, ...] = ()
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The variants that leave a row, in the order of the record."""
+        found = {EAGER, OURS, *self.compiled}
+        if self.graphs:
+            found |= {"floor_graph", *(f"{name}_graph" for name in (EAGER, "compile", OURS) if name in found)}
+        every = (*evidence.VARIANTS, *evidence.EXTRA_VARIANTS)
+        return tuple(name for name in every if name in found and (not self.only or name in self.only))
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The variants that must be made ready: those and what their graphs are captured from."""
+        return frozenset(self.wanted) | {name.removesuffix("_graph") for name in self.wanted}
 
 
 def measure(denoiser: Denoiser, bench: Bench, ops: Sequence[Op], size: int, batch: int, choice: Choice) -> Outcome:
@@ -150,16 +167,12 @@ def measure(denoiser: Denoiser, bench: Bench, ops: Sequence[Op], size: int, batc
         with _room_to_recompile(choice):
             contest.enter(choice)
             taken = contest.time(choice.rounds)
-            contest.profile()
+            contest.profile(min(choice.rounds, PROFILED_RUNS))
     finally:
         contest.switch.close()
-    wanted = [EAGER, *choice.compiled, OURS]
-    if choice.graphs:
-        wanted += [f"{name}_graph" for name in (EAGER, "compile", OURS, "floor") if name in wanted or name == "floor"]
-    for name in (*evidence.VARIANTS, *evidence.EXTRA_VARIANTS):
-        if name in wanted:
-            head = {"model": denoiser.name, "size": size, "batch": batch, "variant": name}
-            outcome.rows.append({**head, **figures(contest.lanes.get(name), taken.get(name), name)})
+    for name in choice.wanted:
+        head = {"model": denoiser.name, "size": size, "batch": batch, "variant": name}
+        outcome.rows.append({**head, **figures(contest.lanes.get(name), taken.get(name), name)})
     return outcome
 
 
@@ -210,18 +223,24 @@ class Contest:
         def matches(result: torch.Tensor) -> bool:
             return steady and equal([result], [output])
 
-        self._try(EAGER, lambda: Lane(forward, EAGER, steady, lambda: matches(forward())))
-        if choice.graphs:
-            self._try("eager_graph", lambda: self._graph(EAGER, matches))
-            self._try("floor_graph", self._floor)
+        needed = choice.needed
+
+        def enter(name: str, make: Callable[[], Lane], after: str = "") -> None:
+            if name in needed and (not after or after in self.lanes):
+                self._try(name, make)
+
+        enter(EAGER, lambda: Lane(forward, EAGER, steady, lambda: matches(forward())))
+        enter("eager_graph", lambda: self._graph(EAGER, matches))
+        enter("floor_graph", self._floor)
         for name in choice.compiled:
-            self._try(name, partial(self._compile, name, {**COMPILED[name], **choice.options}, matches))
-            if choice.graphs and name == "compile" and name in self.lanes:
-                self._try("compile_graph", lambda: self._graph("compile", matches))
-        self._try(OURS, lambda: self._ours(reference, steady, matches))
-        if choice.graphs and OURS in self.lanes:
-            self._try("ours_graph", lambda: self._graph(OURS, matches))
+            enter(name, partial(self._compile, name, {**COMPILED[name], **choice.options}, matches))
+            if name == "compile":
+                enter("compile_graph", lambda: self._graph("compile", matches), name)
+        enter(OURS, lambda: self._ours(reference, steady, matches))
+        enter("ours_graph", lambda: self._graph(OURS, matches), OURS)
         self.switch.to(EAGER)
+        # What was only made ready for another has no turns.
+        self.lanes = {name: lane for name, lane in self.lanes.items() if name in choice.wanted}
 
     def _try(self, name: str, make: Callable[[], Lane]) -> None:
         try:
@@ -295,17 +314,17 @@ class Contest:
 
         return replay, output
 
-    def profile(self) -> None:
+    def profile(self, runs: int = PROFILED_RUNS) -> None:
         """Count every variant's launches and their time by class. On a CPU there is nothing to count."""
         if self.bench.device.type != "cuda":
             return
         for name, lane in self.lanes.items():
             try:
                 self._ready(lane)
-                events = launches.owned(launches.events_of(lane.body, PROFILED_RUNS))
+                events = launches.owned(launches.events_of(lane.body, runs))
                 if not events:
                     raise RuntimeError("the profiler saw nothing on the GPU; is another profiler attached to it?")
-                lane.account = launches.account(events, self.names, PROFILED_RUNS)
+                lane.account = launches.account(events, self.names, runs)
             except Exception as error:  # the times are there, and not worth losing
                 self.outcome.notes.append(f"{name} was not profiled: {said(error)}")
 

@@ -17,6 +17,9 @@ from samebits.cli._bench import COMMIT, JSON, OUT, has_gpu, leave, on_cpu, on_gp
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(1, 64), help="Pictures at once [1].")
 @click.option("--all", "everything", is_flag=True, help="Sizes 512, 1024, 1328, 2048 and batches 1, 2 where not given.")
 @click.option("--rounds", type=click.IntRange(1), default=12, show_default=True, help="Turns of each variant.")
+@click.option(
+    "--variants", metavar="NAME,NAME...", help="Only these ways, for example eager,ours,ours_graph,floor_graph."
+)
 @click.option("--compile/--no-compile", "compiled", default=None, help="torch.compile too [with a GPU: yes].")
 @click.option("--max-autotune", is_flag=True, help="torch.compile's max-autotune too; it compiles for minutes.")
 @click.option("--emulate-precision-casts", is_flag=True, help="torch.compile with that option too.")
@@ -30,6 +33,7 @@ def models(
     batches: tuple[int, ...],
     everything: bool,
     rounds: int,
+    variants: str | None,
     compiled: bool | None,
     max_autotune: bool,
     emulate_precision_casts: bool,
@@ -42,7 +46,8 @@ def models(
     if cpu and (out is not None or add):
         raise click.UsageError("--out and --add store what a GPU measured, and torch sees none here.")
     measured, environment, folder = on_cpu() if cpu else on_gpu(out)
-    from samebits.bench import forwards, models, ratios, targets, variants
+    from samebits.bench import forwards, models, ratios, targets
+    from samebits.bench import variants as ways_to_run
     from samebits.errors import EvidenceError
     from samebits.ops import OPS
 
@@ -60,14 +65,20 @@ def models(
         "compile_max_autotune": max_autotune,
         "compile_emulate_precision_casts": emulate_precision_casts,
     }
-    choice = variants.Choice(tuple(way for way, on in ways.items() if on), graphs=not cpu, rounds=rounds)
+    only = _only(variants, cpu)
+    if only:
+        if compiled is not None or max_autotune or emulate_precision_casts:
+            raise click.UsageError("--variants says which ways of torch.compile run; leave its own options out.")
+        ways = {way: way in only or f"{way}_graph" in only for way in ways}
+    choice = ways_to_run.Choice(tuple(way for way, on in ways.items() if on), graphs=not cpu, rounds=rounds, only=only)
     command = " ".join(
         [
             "samebits bench models",
             *(f"--model {name}" for name in names),
             *(f"--size {size}" for size in sizes),
             *(f"--batch {batch}" for batch in batches),
-            *([f"--rounds {rounds}"] if rounds != variants.ROUNDS else []),
+            *([f"--rounds {rounds}"] if rounds != ways_to_run.ROUNDS else []),
+            *([f"--variants {','.join(only)}"] if only else []),
             *(["--no-compile"] if compiled is False else []),
             *(["--max-autotune"] if max_autotune else []),
             *(["--emulate-precision-casts"] if emulate_precision_casts else []),
@@ -107,3 +118,26 @@ def models(
         told += [targets.targets_table(wanted)] if wanted else []
         click.echo("\n" + "\n\n".join(told))
     leave(forwards.good(outcome))
+
+
+def _only(variants: str | None, cpu: bool) -> tuple[str, ...]:
+    """The variants that were asked for, or none where all are meant.
+
+    Raises
+    ------
+    click.UsageError
+        There is no such variant, or it needs a GPU and there is none.
+    """
+    if variants is None:
+        return ()
+    from samebits.bench import evidence
+
+    known = (*evidence.VARIANTS, *evidence.EXTRA_VARIANTS)
+    only = tuple(dict.fromkeys(name.strip() for name in variants.split(",")))
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise click.UsageError(f"--variants: there is no {unknown[0]!r}; there are {', '.join(known)}")
+    graphs = [name for name in only if name.endswith("_graph")]
+    if cpu and graphs:
+        raise click.UsageError(f"--variants {graphs[0]}: a graph is captured on a GPU, and torch sees none here.")
+    return only

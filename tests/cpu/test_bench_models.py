@@ -290,6 +290,41 @@ def test_rows_of_a_whole_run(denoiser: Denoiser, bench: Bench, gate: small.Kerne
 
 
 @pytest.mark.usefixtures("graphs")
+def test_only_the_variants_that_were_asked_for_have_turns(
+    denoiser: Denoiser, bench: Bench, gate: small.KernelGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[list[str]] = []
+
+    def timed(bodies: Any, *rest: Any, **options: Any) -> dict[str, float]:
+        turns.append(list(bodies))
+        return dict.fromkeys(bodies, 7.0)
+
+    monkeypatch.setattr(variants, "interleaved_ms", timed)
+    only = ("ours_graph", "eager", "compile_graph")
+    outcome = variants.measure(denoiser, bench, OPS, 128, 1, Choice(("compile",), True, 2, FAST, only))
+    assert [row["variant"] for row in outcome.rows] == ["eager", "compile_graph", "ours_graph"]
+    assert all(row["ms"] == 7.0 and row["bits_equal"] for row in outcome.rows)
+    assert turns == [["eager", "compile_graph", "ours_graph"]], "compile and ours are only what graphs are made from"
+    assert not any(note.startswith("floor: ") for note in outcome.notes)
+    gate.spoil = spoil
+    outcome = variants.measure(denoiser, bench, OPS, 128, 1, Choice((), True, 2, only=("eager", "ours_graph")))
+    assert [(row["variant"], row["bits_equal"], row["ms"]) for row in outcome.rows] == [
+        ("eager", True, 7.0),
+        ("ours_graph", False, None),
+    ]
+
+
+def test_what_a_choice_wants_and_needs() -> None:
+    assert Choice().wanted == evidence.VARIANTS
+    assert Choice((), graphs=False).wanted == ("eager", "ours")
+    extra = Choice(("compile", "compile_max_autotune"))
+    assert extra.wanted == (*evidence.VARIANTS, "compile_max_autotune")
+    assert Choice(only=("floor_graph", "ours_graph")).wanted == ("ours_graph", "floor_graph")
+    assert Choice(only=("ours_graph",)).needed == {"ours_graph", "ours"}
+    assert Choice((), only=("compile",)).wanted == ()
+
+
+@pytest.mark.usefixtures("graphs")
 def test_one_wrong_bit_of_ours_takes_its_times_away_and_nobody_elses(
     denoiser: Denoiser, bench: Bench, gate: small.KernelGate
 ) -> None:
@@ -673,6 +708,11 @@ def invoke(*arguments: str) -> Result:
         (("--out", "here"), "torch sees none"),
         (("--add",), "torch sees none"),
         (("--fast",), "--fast"),
+        (("--variants", "eager,fast"), "--variants: there is no 'fast'; there are eager, eager_graph"),
+        (("--variants", ""), "there is no ''"),
+        (("--variants", "eager,ours_graph"), "--variants ours_graph: a graph is captured on a GPU"),
+        (("--variants", "eager,compile", "--no-compile"), "--variants says which ways of torch.compile run"),
+        (("--variants", "eager", "--max-autotune"), "--variants says which ways of torch.compile run"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], said: str) -> None:
@@ -695,6 +735,24 @@ def test_on_a_cpu_it_runs_the_tiny_models_and_says_that_the_figures_mean_nothing
     assert document["meaningful"] is False
     assert [list(row) for row in document["models"]] == [COLUMNS] * 2
     assert document["targets"] == []
+
+
+@without_a_gpu
+def test_some_variants_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def recorded(folder: Any, run: Any, *args: Any, command: str, **options: Any) -> Outcome:
+        asked.append((run, command))
+        return Outcome(rows_of()[:1], [])
+
+    monkeypatch.setattr(forwards, "here", lambda bench, ops, choice, builders: choice)
+    monkeypatch.setattr(forwards, "record", recorded)
+    assert invoke("--variants", "ours,eager, ours", "--rounds", "3").exit_code == 0
+    ((choice, command),) = asked
+    assert (choice.wanted, choice.compiled, choice.rounds) == (("eager", "ours"), (), 3)
+    assert command == "samebits bench models --size 128 --rounds 3 --variants ours,eager"
+    invoke("--variants", "compile")
+    assert (asked[1][0].wanted, asked[1][0].compiled) == (("compile",), ("compile",))
 
 
 @without_a_gpu
