@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from samebits.ops import (
+    bias_gated_residual,
+    bias_gated_residual_norm_modulate,
     gated_residual,
     gated_residual_norm_modulate,
     gated_residual_rms_norm,
@@ -25,6 +27,8 @@ OPS: tuple[Op, ...] = (
     qk_norm_rope.OP,
     gelu_tanh.OP,
     swiglu.OP,
+    bias_gated_residual.OP,
+    bias_gated_residual_norm_modulate.OP,
 )
 
 

@@ -39,13 +39,16 @@ def reference(
     torch.Tensor
         ``(B, S, D)``, contiguous.
     """
-    if index is None:
-        gate = gate.unsqueeze(1)
-    else:
-        batch = gate.size(0) // 2
-        gate = torch.where(index.unsqueeze(-1) == 0, gate[:batch].unsqueeze(1), gate[batch:].unsqueeze(1))
-    h = h + gate * y
+    h = h + per_token(gate, index) * y
     return h.clip(-65504, 65504) if clip else h
+
+
+def per_token(gate: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """The gate as it multiplies the tokens: ``(B, 1, D)``, or chosen by the index ``(B, S, D)``."""
+    if index is None:
+        return gate.unsqueeze(1)
+    batch = gate.size(0) // 2
+    return torch.where(index.unsqueeze(-1) == 0, gate[:batch].unsqueeze(1), gate[batch:].unsqueeze(1))
 
 
 def unsupported(

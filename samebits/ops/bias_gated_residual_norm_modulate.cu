@@ -1,0 +1,65 @@
+// A gated residual whose branch still lacks its linear's bias, then LayerNorm without weight or bias, times (1 + scale), plus
+// shift; both results are kept, the second one quantised where a scale is given:
+//
+//   b = round(y + bias), h' as _bias.cuh says; with CLIP also clamped to +-65504
+//   z = LayerNorm(h') * (1 + scale) + shift, rounded as in layer_norm_modulate.cu
+//
+// Macros: ELEMENT the element type; WIDTH the row's length; NATIVE_FMA 0 or 1; CLIP 0 or 1; QUANTIZED where z becomes e4m3;
+// INDEX as in layer_norm_modulate.cu (it picks the gate's row too).
+
+#include "_numerics.cuh"
+
+using Element = ELEMENT;
+
+#include "_bias.cuh"
+#include "_layer_norm.cuh"
+#include "_quantize.cuh"
+
+// grid (tokens, batch), block (32, 4)
+extern "C" __global__ void __launch_bounds__(THREADS)
+bias_gated_residual_norm_modulate(const Element* __restrict__ h, const Element* __restrict__ gate, const Element* __restrict__ y,
+                                  const Element* __restrict__ bias, const Element* __restrict__ scale,
+                                  const Element* __restrict__ shift, const INDEX* __restrict__ index,
+                                  const float* __restrict__ input_scale, Element* __restrict__ h_out,
+                                  Result* __restrict__ z_out, int tokens, long long h_batch_stride, long long h_token_stride,
+                                  long long y_batch_stride, long long y_token_stride, long long gate_stride,
+                                  long long scale_stride, long long shift_stride, long long index_batch_stride,
+                                  long long index_token_stride, float eps) {
+  const long long token = blockIdx.x, batch = blockIdx.y;
+  const Element* h_row = h + batch * h_batch_stride + token * h_token_stride;  // (WIDTH,)
+  const Element* y_row = y + batch * y_batch_stride + token * y_token_stride;  // (WIDTH,)
+  const long long modulation = modulation_row(index, batch * index_batch_stride + token * index_token_stride);
+  const Element* gate_row = gate + modulation * gate_stride;     // (WIDTH,)
+  const Element* scale_row = scale + modulation * scale_stride;  // (WIDTH,)
+  const Element* shift_row = shift + modulation * shift_stride;  // (WIDTH,)
+  const long long out = (batch * tokens + token) * WIDTH;
+  const float factor = result_factor(input_scale);
+
+  Share v, y_share;
+#pragma unroll
+  for (int i = 0; i < STEPS + 1; i++) {
+    if (has_vector(i)) v[i] = load<Element, 4>(h_row + element_of(i)), y_share[i] = load<Element, 4>(y_row + element_of(i));
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS + 1; i++) {
+    if (!has_vector(i)) break;
+    const Vector<Element, 4> g = load<Element, 4>(gate_row + element_of(i)), c = load<Element, 4>(bias + element_of(i));
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      v[i].pair[k] = biased_residual(v[i].pair[k], g.pair[k], y_share[i].pair[k], c.pair[k]);
+      if (CLIP) v[i].pair[k] = clip_to_half<Element>(v[i].pair[k]);
+    }
+    store(h_out + out + element_of(i), v[i]);
+  }
+  const Statistics statistics = layer_norm_statistics(v, eps);
+#pragma unroll
+  for (int i = 0; i < STEPS + 1; i++) {
+    if (!has_vector(i)) break;
+    const int at = element_of(i);
+    const Vector<Element, 4> s = load<Element, 4>(scale_row + at), t = load<Element, 4>(shift_row + at);
+    Vector<Element, 4> o;
+#pragma unroll
+    for (int k = 0; k < 2; k++) o.pair[k] = normalize_modulate(v[i].pair[k], statistics, s.pair[k], t.pair[k]);
+    store_result<4>(z_out + out + at, o, factor);
+  }
+}
