@@ -23,7 +23,7 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        Of their dtype.
+        Of their dtype, contiguous.
     """
     dtype = c.dtype
     product = a.double() * b.double()  # exact: twice 24 bits are fewer than 53
@@ -32,7 +32,7 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     if dtype != torch.float32:
         # torch casts fp64 to a half by way of fp32, which would be a second rounding to nearest.
         odd = _odd_float32(odd)
-    return odd.float().to(dtype)
+    return odd.float().to(dtype).contiguous()
 
 
 def _error(a: Tensor, b: Tensor) -> Tensor:

@@ -1,17 +1,4 @@
-"""The FP8 quantisation of an activation: the one place that says which bits it gives.
-
-The chain, each step an eager operation of its own, so that a fused kernel has something exact to be compared with:
-
-====================  ==========================================================================================
-``s = 1 / scale``     fp32, one rounding (IEEE division)
-``v = float(x) * s``  ``x`` widened to fp32, which is exact for bf16 and fp16; the product rounded once, in fp32
-``clamp(v)``          to [-448, 448]; NaN stays NaN, -0.0 stays -0.0
-``float8_e4m3fn(v)``  round to nearest, ties to even; subnormals down to 2^-9 are kept
-====================  ==========================================================================================
-
-Multiplying by the reciprocal is what ModelOpt's simulated quantisation does with its inputs, and what the serving
-engines' kernels do with a static scale (vLLM, SGLang, TensorRT-LLM): one division a call instead of one an element.
-ModelOpt's own FP8 GEMM divides instead; the two differ where a quotient lies within a rounding of a tie.
+"""A quantised activation and its scale. Which bits the quantisation gives is said in ``samebits/ops/_quantize.py``.
 
 A scale is an fp32 tensor: of shape ``()`` for the whole tensor, or ``(..., 1)``, one for each token.
 """
@@ -23,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""The largest finite value of ``float8_e4m3fn``, which has no infinity."""
+from samebits.ops._quantize import FP8, LARGEST, quantize_fp8
+
+__all__ = ["FP8", "LARGEST", "SMALLEST_SCALE", "QuantizedInput", "dynamic_scale", "quantize_fp8"]
+
 SMALLEST_SCALE = 1.0 / (LARGEST * 512.0)
 """No dynamic scale is smaller: a row of zeros would divide by zero. The same floor as in vLLM's kernels."""
 
@@ -64,25 +52,6 @@ class QuantizedInput:
             raise ValueError(
                 f"expected a scale of shape {wanted} for values {tuple(values.shape)}, got {tuple(scale.shape)}."
             )
-
-
-def quantize_fp8(x: Tensor, input_scale: Tensor) -> Tensor:
-    """Quantise an activation: the chain at the head of this file.
-
-    Parameters
-    ----------
-    x : Tensor
-        ``(..., K)`` bf16, fp16 or fp32, any strides.
-    input_scale : Tensor
-        fp32, ``()`` or ``(..., 1)``, greater than zero.
-
-    Returns
-    -------
-    Tensor
-        ``(..., K)`` float8_e4m3fn, contiguous.
-    """
-    scaled = x.float() * input_scale.reciprocal()
-    return scaled.clamp(-LARGEST, LARGEST).to(FP8).contiguous()
 
 
 def dynamic_scale(x: Tensor, per_token: bool) -> Tensor:

@@ -38,7 +38,9 @@ def fused(ptx: str) -> Counter[str]:
     )
 
 
-def violations(ptx: str, allows_fma: bool, allowed: frozenset[str] = APPROXIMATE) -> list[str]:
+def violations(
+    ptx: str, allows_fma: bool, allowed: frozenset[str] = APPROXIMATE, *, allows_half_fma: bool = False
+) -> list[str]:
     """What in this PTX is not IEEE arithmetic with the roundings that the source spells.
 
     Parameters
@@ -48,6 +50,8 @@ def violations(ptx: str, allows_fma: bool, allowed: frozenset[str] = APPROXIMATE
         Whether the kernel owes fused multiply-adds of fp32.
     allowed : frozenset of str
         Instructions that are no fault here: ATen has them as well.
+    allows_half_fma : bool
+        Whether the kernel's contract is a multiply-add in the element type itself.
 
     Returns
     -------
@@ -78,7 +82,7 @@ def violations(ptx: str, allows_fma: bool, allowed: frozenset[str] = APPROXIMATE
                 found[f"{name}: not rounded to nearest"] += 1
             elif re.search(r"b?f16(x2)?$", name):
                 values = [constants.get(operand) for operand in operands.split(",")[1:]]
-                if not any(value in _PACKED_CONSTANTS for value in values):
+                if not allows_half_fma and not any(value in _PACKED_CONSTANTS for value in values):
                     found[f"{name}: a fused multiply-add of halves"] += 1
             elif not allows_fma:
                 found[f"{name}: one rounding where two are owed"] += 1

@@ -52,7 +52,8 @@ def test_every_rounding_is_one_that_the_source_spells(
     assert f".entry {name}(" in ptx
     assert f".target {architecture}" in ptx
     inside = INSIDE_CUDA_FUNCTIONS[function] if function else frozenset()
-    assert violations(ptx, allows_fma or bool(function), APPROXIMATE | inside) == []
+    native = bool(constants.get("NATIVE_FMA"))
+    assert violations(ptx, allows_fma or bool(function), APPROXIMATE | inside, allows_half_fma=native) == []
     assert inside <= {instruction for instruction, _ in instructions(ptx)}, "an exception that is not needed"
     own = own_fused(ptx, function, call_of(tmp_path, function, architecture) if function else "")
     assert bool(own) == allows_fma, "the variant's third element does not say what its kernel does"

@@ -24,7 +24,9 @@ GUARD = 256
 
 
 def _fill(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Memory of NaNs that no arithmetic makes: their payload counts up."""
+    """Memory of NaNs that no arithmetic makes: their payload counts up. e4m3 has no payload, but a negative NaN."""
+    if dtype == torch.float8_e4m3fn:
+        return torch.full((count,), 0xFF, dtype=torch.uint8).view(dtype)
     exponent = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[dtype]
     payload = torch.arange(count, dtype=torch.int64) % 0x3E + 1
     return (payload + exponent).to(BITS[dtype]).view(dtype)
@@ -40,7 +42,7 @@ class GuardedOutput:
 
     def problem(self) -> str | None:
         """What is wrong with the memory after a kernel ran, or ``None``."""
-        view = BITS[self.memory.dtype]
+        view = BITS.get(self.memory.dtype, torch.uint8)
         now, before = self.memory.view(view), self._before.view(view)
         outside = torch.cat([now[:GUARD] != before[:GUARD], now[-GUARD:] != before[-GUARD:]])
         if outside.any():
