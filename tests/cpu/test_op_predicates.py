@@ -317,6 +317,18 @@ class Views:
     def gated_norm(self) -> Arguments:
         return self.gated(norm=True)
 
+    def biased(self, *, norm: bool = False) -> Arguments:
+        h, gate, y, *rest = self.gated(norm=norm)
+        bias = torch.zeros(8, dtype=h.dtype)
+        if not norm:
+            return h, gate, y, bias, self.pick(False, True), *rest
+        scale, shift, eps, clip, *index = rest
+        ends = (*(index or (None,)), self.pick(None, torch.tensor(0.5)))
+        return h, gate, y, bias, scale, shift, eps, self.pick(False, True), clip, *ends
+
+    def biased_norm(self) -> Arguments:
+        return self.biased(norm=True)
+
     def gated_rms(self) -> Arguments:
         batch, tokens, dtype = self.pick(1, 1, 2, 3), self.pick(1, 1, 2, 5), self.pick(BF16, FP16, FP32)
         rows = [self.pick(None, (batch, 1, 128), (batch, tokens, 128)) for _ in range(2)]
@@ -355,6 +367,8 @@ DRAWS: dict[str, Callable[[Views], Arguments]] = {
     "qk_norm_rope": Views.joint,
     "gelu_tanh": Views.one,
     "swiglu": Views.halves,
+    "bias_gated_residual": Views.biased,
+    "bias_gated_residual_norm_modulate": Views.biased_norm,
 }
 
 

@@ -20,6 +20,9 @@ from binary32 import exp as c_exp
 from binary32 import rsqrt as correctly_rounded
 from binary32 import tanh as c_tanh
 
+from samebits.ops._fma import fused_multiply_add
+from samebits.ops._quantize import quantized
+
 Tensor = torch.Tensor
 
 
@@ -154,6 +157,48 @@ def gated_residual_norm_modulate(
     """The gated residual, then :func:`layer_norm_modulate` of it; both results."""
     h = gated_residual(h, gate, y, clip, index)
     return h, layer_norm_modulate(h, scale, shift, eps, index, rsqrt=rsqrt)
+
+
+def bias_gated_residual(
+    h: Tensor,
+    gate: Tensor,
+    y: Tensor,
+    bias: Tensor,
+    native_fma: bool = False,
+    clip: bool = False,
+    index: Tensor | None = None,
+) -> Tensor:
+    """``h + gate * (y + bias)``: three kernels, or two of which the second rounds once."""
+    with np.errstate(all="ignore"):
+        y = encode(rounded(decode(y) + decode(bias), y.dtype), y.dtype)
+    if not native_fma:
+        return gated_residual(h, gate, y, clip, index)
+    total = fused_multiply_add(gate[torch.from_numpy(_modulation_row(*h.shape[:2], index))], y, h)
+    total = total.clip(-65504, 65504) if clip else total
+    if total.dtype == torch.float32:
+        return total
+    # The GPU's conversions and multiply-adds write one NaN; this CPU's keep a sign.
+    return total.view(torch.int16).masked_fill(total.isnan(), 0x7FFF).view(total.dtype)
+
+
+def bias_gated_residual_norm_modulate(
+    h: Tensor,
+    gate: Tensor,
+    y: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    native_fma: bool = False,
+    clip: bool = False,
+    index: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    *,
+    rsqrt: Unary = correctly_rounded,
+) -> tuple[Tensor, Tensor]:
+    """That residual, then :func:`layer_norm_modulate` of it, quantised where a scale is given; both results."""
+    h = bias_gated_residual(h, gate, y, bias, native_fma, clip, index)
+    return h, quantized(layer_norm_modulate(h, scale, shift, eps, index, rsqrt=rsqrt), input_scale)
 
 
 def gated_residual_rms_norm(

@@ -28,6 +28,8 @@ SMALL: dict[str, Arguments] = {
     "qk_norm_rope": (Q, Q.flip(1), None, *weights(64, BF16), TABLE, *(None,) * 6, EPS, "torch"),
     "gelu_tanh": (X,),
     "swiglu": (X, Y),
+    "bias_gated_residual": (X, ROW[0], Y, ROW[0, 0], True),
+    "bias_gated_residual_norm_modulate": (X, ROW[0], Y, ROW[0, 0], ROW[0], ROW[0], EPS),
 }
 
 
