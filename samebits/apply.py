@@ -19,6 +19,7 @@ from samebits.models import FAMILIES, Family, family_of, unwrapped
 from samebits.models._family import Line, Replacement
 from samebits.ops import by_name
 from samebits.patch import Patch, find, obstacle
+from samebits.quant import how_linears_run
 from samebits.verify import OUT_OF_MEMORY
 
 # Two threads that apply to one pipeline must not each place half. Reentrant: a signal handler may remove a handle.
@@ -59,7 +60,7 @@ class Report:
     rows : tuple of Row
         One per site, block by block.
     notes : tuple of str
-        What else a reader should know, for example what ``remove`` had to leave behind.
+        What else a reader should know: what ``remove`` had to leave behind, how quantised linears run.
     full : bool
         Whether the table has a line for every site instead.
     graphs : tuple of GraphRow
@@ -187,7 +188,8 @@ class Handle:
             Print a line for every site. Otherwise sites that behaved alike, block after block, share one.
         """
         rows, graphs = map(self._row, self.sites), (graphs.row for graphs in self._graphs)
-        return Report(tuple(rows), tuple(self._notes), full, tuple(graphs))
+        quantised = [f"{note}." for model in self.models for note in how_linears_run(model)]
+        return Report(tuple(rows), (*self._notes, *quantised), full, tuple(graphs))
 
     def _row(self, line: Line) -> Row:
         if line.site is None:

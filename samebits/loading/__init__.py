@@ -15,6 +15,7 @@ from samebits import tiny
 from samebits.checkpoint import INDEX, check_folder, components, read_json
 from samebits.errors import CheckpointError, DeviceError, ModelError
 from samebits.loading.source import Source
+from samebits.quant.export import read_export
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,7 @@ def find(model: str) -> Source:
         if not path.is_dir():
             raise ModelError(model=model, problem="is a file; expected a folder with a model_index.json")
         source = _describe(model, path, hub=False, online=False)
-        check_folder(path)
+        _check(path)
         return source
     owner, _, name = model.partition("/")
     if not (owner and name) or "/" in name or owner in {".", "..", "~"}:
@@ -115,7 +116,7 @@ def load(source: Source, dtype: torch.dtype, device: torch.device, offload: str 
             from samebits.loading import hub
 
             folder = hub.download(source.model, source.online)
-            check_folder(folder)
+            _check(folder)
         if folder is None:
             raise ModelError(model=source.model, problem="has no folder; use find() to make a Source")
         pipeline = _load_folder(folder, source, dtype)
@@ -168,7 +169,7 @@ def _load_folder(folder: Path, source: Source, dtype: torch.dtype) -> DiffusionP
         classes[name] = cls
     if source.pipeline == "ZImagePipeline":
         _check_chat_template(classes["tokenizer"], folder / "tokenizer")
-    for name in ("vae", "text_encoder", "transformer"):
+    for name in ("transformer", "vae", "text_encoder"):
         loaded[name] = _load_component(classes[name], folder / name, dtype)
     cls = getattr(diffusers, source.pipeline)
     return _explained(folder, lambda: cls.from_pretrained(folder, local_files_only=True, **loaded))
@@ -186,7 +187,18 @@ def _check_chat_template(cls: Any, folder: Path) -> None:
     )
 
 
+def _check(folder: Path) -> None:
+    """Check every file of a pipeline folder, and a quantised transformer's tensors against each other."""
+    check_folder(folder)
+    read_export(folder / "transformer")
+
+
 def _load_component(cls: Any, folder: Path, dtype: torch.dtype) -> Any:
+    export = read_export(folder) if folder.name == "transformer" else None
+    if export is not None:
+        from samebits.quant import build
+
+        return build(export, cls, dtype)
     arguments = {"dtype": dtype, "use_safetensors": True, "local_files_only": True, "output_loading_info": True}
     component, info = _explained(folder, lambda: cls.from_pretrained(folder, **arguments))
     missing = sorted(info["missing_keys"])

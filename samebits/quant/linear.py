@@ -36,6 +36,8 @@ class QuantizedLinear(nn.Linear):
     compute_dtype: torch.dtype
     _stored_as: torch.dtype
     """The dtype of the weight in an export."""
+    _ran_on: torch.device | None = None
+    """Where the last call was. Under offloading the weight is elsewhere by the time that somebody asks."""
 
     def __init__(
         self,
@@ -85,8 +87,12 @@ class QuantizedLinear(nn.Linear):
             state_dict = {**state_dict, f"{prefix}weight": ours["weight"].view(torch.uint8)}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    def _note(self, device: torch.device) -> None:
+        if not torch.compiler.is_compiling():
+            self.__dict__["_ran_on"] = device
+
     def runs_as(self) -> str:
-        """How a call on the device where the weight is now would be computed: a few words for reports."""
+        """How the last call was computed, or the first would be where the weight is now: words for reports."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -176,6 +182,7 @@ class Fp8Linear(QuantizedLinear):
         *batch, width = x.values.shape
         if width != self.in_features:
             raise ValueError(f"expected an input of width {self.in_features}, got {tuple(x.values.shape)}.")
+        self._note(x.values.device)
         values = x.values.reshape(-1, width)
         scale = x.scale.reshape(-1, 1) if x.scale.ndim else x.scale
         native = values.shape[0] and why_no_fp8(values.device, self.out_features, width) is None
@@ -186,7 +193,7 @@ class Fp8Linear(QuantizedLinear):
     def runs_as(self) -> str:
         weight = "per channel" if self.weight_scale.ndim else "per tensor"
         inputs = "static" if self.input_scale is not None else "per token" if self.per_token else "per tensor"
-        reason = why_no_fp8(self.weight.device, self.out_features, self.in_features)
+        reason = why_no_fp8(self._ran_on or self.weight.device, self.out_features, self.in_features)
         how = "torch._scaled_mm" if reason is None else f"reference path of the same values: {reason}"
         return f"FP8 weights {weight}, inputs {inputs}, {how}"
 
@@ -268,6 +275,7 @@ class NvFp4Linear(QuantizedLinear):
         *batch, width = x.shape
         if width != self.in_features:
             raise ValueError(f"expected an input of width {self.in_features}, got {tuple(x.shape)}.")
+        self._note(x.device)
         if self.input_scale is None or not x.numel() or why_no_fp4(x.device, self.out_features, width) is not None:
             return F.linear(x, self.dequantized().to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         if torch.is_autocast_enabled(x.device.type):
@@ -277,7 +285,7 @@ class NvFp4Linear(QuantizedLinear):
         return result.reshape(*batch, self.out_features)
 
     def runs_as(self) -> str:
-        reason = why_no_fp4(self.weight.device, self.out_features, self.in_features)
+        reason = why_no_fp4(self._ran_on or self.weight.device, self.out_features, self.in_features)
         if self.input_scale is None:
             reason = "the checkpoint quantises weights alone"
         if reason is None:

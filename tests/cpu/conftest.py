@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,3 +18,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of ModelOpt exports, one for each model and recipe: see write_exports.py."""
+    folder = tmp_path_factory.mktemp("exports")
+    script = Path(__file__).with_name("write_exports.py")
+    root = os.pathsep.join(filter(None, (str(script.parents[2]), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, script, folder],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": root, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
