@@ -50,6 +50,18 @@ class SettingsError(SamebitsError, ValueError):
         super().__init__(message, variable=variable, value=value, expected=expected)
 
 
+class DeferredBiasError(SamebitsError, TypeError):
+    """A linear's output that still lacks its bias was used as a tensor, consumed twice, or dropped."""
+
+    template = (
+        "a deferred bias: {problem}. Expected: exactly one kernel that takes it in, or one call of its add(). "
+        "This is a fault of the code around the linear, never of its input."
+    )
+
+    def __init__(self, message: str | None = None, *, problem: str = "") -> None:
+        super().__init__(message, problem=problem)
+
+
 class KernelArgumentError(SamebitsError, TypeError):
     """A value handed to a kernel does not fit the C type its source declares."""
 

@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from samebits.quant._fp8 import QuantizedInput, dynamic_scale, quantize_fp8
+    from samebits.quant.deferred import Deferrals, DeferredBias, why_not_defer
     from samebits.quant.export import Export, check_scales, read_export
     from samebits.quant.linear import Fp8Linear, NvFp4Linear, QuantizedLinear, how_linears_run
     from samebits.quant.loader import build, load
 
 _HOME = {
     **dict.fromkeys(("QuantizedInput", "dynamic_scale", "quantize_fp8"), "samebits.quant._fp8"),
+    **dict.fromkeys(("Deferrals", "DeferredBias", "why_not_defer"), "samebits.quant.deferred"),
     **dict.fromkeys(("Export", "check_scales", "read_export"), "samebits.quant.export"),
     **dict.fromkeys(("Fp8Linear", "NvFp4Linear", "QuantizedLinear", "how_linears_run"), "samebits.quant.linear"),
     **dict.fromkeys(("build", "load"), "samebits.quant.loader"),
 }
 
 __all__ = [
+    "Deferrals",
+    "DeferredBias",
     "Export",
     "Fp8Linear",
     "NvFp4Linear",
@@ -34,6 +38,7 @@ __all__ = [
     "load",
     "quantize_fp8",
     "read_export",
+    "why_not_defer",
 ]
 
 

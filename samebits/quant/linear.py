@@ -91,6 +91,10 @@ class QuantizedLinear(nn.Linear):
         if not torch.compiler.is_compiling():
             self.__dict__["_ran_on"] = device
 
+    def without_bias(self, x: Any) -> Tensor:
+        """A call's product without the bias, rounded to the input's dtype: somebody else adds it."""
+        raise NotImplementedError
+
     def runs_as(self) -> str:
         """How the last call was computed, or the first would be where the weight is now: words for reports."""
         raise NotImplementedError
@@ -170,6 +174,10 @@ class Fp8Linear(QuantizedLinear):
     def forward(self, x: Tensor | QuantizedInput) -> Tensor:
         """Multiply ``x``, ``(..., K)`` of any strides or quantised already. Returns ``(..., N)``, contiguous."""
         return self.multiply(x if isinstance(x, QuantizedInput) else self.quantize(x), self.bias)
+
+    def without_bias(self, x: Tensor | QuantizedInput) -> Tensor:
+        """A call's product without the bias, rounded to the input's dtype. Returns ``(..., N)``, contiguous."""
+        return self.multiply(x if isinstance(x, QuantizedInput) else self.quantize(x), None)
 
     def multiply(self, x: QuantizedInput, bias: Tensor | None) -> Tensor:
         """The matrix product of a call, with the bias ``(N,)`` that is given here, or without one.
@@ -272,16 +280,23 @@ class NvFp4Linear(QuantizedLinear):
         ValueError
             ``x`` is not K wide.
         """
+        return self._multiply(x, self.bias)
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        """A call's product without the bias, rounded to the input's dtype. Returns ``(..., N)``."""
+        return self._multiply(x, None)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         *batch, width = x.shape
         if width != self.in_features:
             raise ValueError(f"expected an input of width {self.in_features}, got {tuple(x.shape)}.")
         self._note(x.device)
         if self.input_scale is None or not x.numel() or why_no_fp4(x.device, self.out_features, width) is not None:
-            return F.linear(x, self.dequantized().to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+            return F.linear(x, self.dequantized().to(x.dtype), None if bias is None else bias.to(x.dtype))
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         sums = fp4_native(x.reshape(-1, width), self.input_scale, self.weight, self.weight_scale)
-        result = finish(sums, self.input_scale, self.weight_scale_2, self.bias, x.dtype)
+        result = finish(sums, self.input_scale, self.weight_scale_2, bias, x.dtype)
         return result.reshape(*batch, self.out_features)
 
     def runs_as(self) -> str:
