@@ -220,3 +220,12 @@ class SizeError(SamebitsError, ValueError):
 
     def __init__(self, message: str | None = None, *, width: int = 0, height: int = 0, problem: str = "") -> None:
         super().__init__(message, width=width, height=height, problem=problem)
+
+
+class CertificateError(SamebitsError, ValueError):
+    """The folder of certificates is not one that samebits would use, or a file in it cannot be touched."""
+
+    template = "the certificates in {path} cannot be used: {problem}"
+
+    def __init__(self, message: str | None = None, *, path: str = "", problem: str = "") -> None:
+        super().__init__(message, path=path, problem=problem)

@@ -6,8 +6,19 @@ looks into its folder. docs/certificates.md says what is stored and what voids i
 
 from __future__ import annotations
 
-from samebits.certificate.folder import Certificate, folder_in, inspect, remove
-from samebits.certificate.record import StoredVerdict, digest
+from samebits.certificate.folder import Certificate, folder_in, inspect, name_of, remove
+from samebits.certificate.record import StoredVerdict, Unbelievable, differences, digest
 from samebits.certificate.store import CertificateStore
 
-__all__ = ["Certificate", "CertificateStore", "StoredVerdict", "digest", "folder_in", "inspect", "remove"]
+__all__ = [
+    "Certificate",
+    "CertificateStore",
+    "StoredVerdict",
+    "Unbelievable",
+    "differences",
+    "digest",
+    "folder_in",
+    "inspect",
+    "name_of",
+    "remove",
+]

@@ -14,7 +14,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,14 @@ def folder_in(cache_dir: Path) -> Path:
     return cache_dir / "certificates"
 
 
-def file_name(environment: dict[str, Any]) -> str:
-    """The name of the file for an environment. Another version of the format has other names."""
-    return f"v1-{digest(environment)[:32]}.json"
+def name_of(environment: Mapping[str, Any]) -> str:
+    """What the certificate of an environment is called. Another version of the format has other names."""
+    return f"v1-{digest(environment)[:32]}"
+
+
+def file_name(environment: Mapping[str, Any]) -> str:
+    """The name of the file for an environment."""
+    return f"{name_of(environment)}.json"
 
 
 @contextlib.contextmanager

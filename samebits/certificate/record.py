@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -185,29 +185,26 @@ def decode(data: bytes, environment: Mapping[str, Any] | None = None) -> Content
         raise Unbelievable(f"is cut off or of another kind ({_short(error)})") from None
     if environment is not None:
         here = json.loads(canonical(environment))
-        where = difference(content.environment, here)
+        where = next(differences(content.environment, here), None)
         if where is not None:
             raise Unbelievable(f"is for another environment ({where})")
     return content
 
 
-def difference(then: Any, here: Any, path: str = "") -> str | None:
-    """Say where two JSON values differ first, or return ``None``. ``true``, ``1`` and ``1.0`` are different."""
+def differences(then: Any, here: Any, path: str = "") -> Iterator[str]:
+    """Say where two JSON values differ, place by place. ``true``, ``1`` and ``1.0`` are different."""
     if isinstance(then, dict) and isinstance(here, dict):
         for name in (*then, *(name for name in here if name not in then)):
             inner = f"{path}.{name}" if path else name
             if name not in then or name not in here:
-                return f"{inner} is only in {'the file' if name in then else 'this process'}"
-            found = difference(then[name], here[name], inner)
-            if found is not None:
-                return found
-        return None
-    if isinstance(then, list) and isinstance(here, list) and len(then) == len(here):
-        pairs = enumerate(zip(then, here, strict=True))
-        return next((found for n, (a, b) in pairs if (found := difference(a, b, f"{path}[{n}]")) is not None), None)
-    if type(then) is type(here) and then == here:
-        return None
-    return f"{path} was {_short(then)} and is {_short(here)}"
+                yield f"{inner} is only in {'the file' if name in then else 'this process'}"
+            else:
+                yield from differences(then[name], here[name], inner)
+    elif isinstance(then, list) and isinstance(here, list) and len(then) == len(here):
+        for number, (one, other) in enumerate(zip(then, here, strict=True)):
+            yield from differences(one, other, f"{path}[{number}]")
+    elif type(then) is not type(here) or then != here:
+        yield f"{path} was {_short(then)} and is {_short(here)}"
 
 
 def merged(*groups: Iterable[StoredVerdict]) -> dict[Key, StoredVerdict]:

@@ -19,6 +19,7 @@ import click
 
 from samebits import __version__
 from samebits.errors import (
+    CertificateError,
     CheckpointError,
     DeviceError,
     ModelError,
@@ -28,10 +29,18 @@ from samebits.errors import (
     UnsupportedModelError,
 )
 
-VERBS = ("bench", "env", "generate", "profile")
+VERBS = ("bench", "certificates", "env", "generate", "profile", "warm")
 """Each is a module of this package with a click command of the same name."""
 
-BAD_INPUT = (CheckpointError, DeviceError, ModelError, SettingsError, SizeError, UnsupportedModelError)
+BAD_INPUT = (
+    CertificateError,
+    CheckpointError,
+    DeviceError,
+    ModelError,
+    SettingsError,
+    SizeError,
+    UnsupportedModelError,
+)
 """Errors that the user can mend by asking for something else."""
 
 DIFFERENT, USAGE, FAILED, INTERRUPTED = 1, 2, 3, 130

@@ -660,9 +660,19 @@ def test_the_folder_is_below_the_cache(tmp_path: Path) -> None:
         ({"a": {}}, {"a": None}, "a was {} and is None"),
     ],
 )
-def test_the_first_difference_of_two_environments_is_named(then: Any, here: Any, said: str) -> None:
-    assert record.difference(then, here) == said
-    assert record.difference(then, then) is None
+def test_a_difference_of_two_environments_is_named(then: Any, here: Any, said: str) -> None:
+    assert list(record.differences(then, here)) == [said]
+    assert list(record.differences(then, then)) == []
+
+
+def test_every_difference_of_two_environments_is_named() -> None:
+    then, here = {"a": 1, "b": {"c": [1, 2]}, "d": None}, {"a": 2, "b": {"c": [1, 3]}, "e": None}
+    assert list(record.differences(then, here)) == [
+        "a was 1 and is 2",
+        "b.c[1] was 2 and is 3",
+        "d is only in the file",
+        "e is only in this process",
+    ]
 
 
 def test_it_loads_no_torch() -> None:
