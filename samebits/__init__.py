@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from samebits.apply import Handle, apply
     from samebits.environment import fingerprint
+    from samebits.warming import warm
 
 __version__ = "0.1.0"
 
-_HOME = {"apply": "samebits.apply", "Handle": "samebits.apply", "fingerprint": "samebits.environment"}
+_HOME = {
+    "apply": "samebits.apply",
+    "Handle": "samebits.apply",
+    "fingerprint": "samebits.environment",
+    "warm": "samebits.warming",
+}
 
-__all__ = ["Handle", "__version__", "apply", "fingerprint"]
+__all__ = ["Handle", "__version__", "apply", "fingerprint", "warm"]
 
 
 def __getattr__(name: str) -> Any:

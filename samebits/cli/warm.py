@@ -86,7 +86,6 @@ def _words(values: tuple[str, ...]) -> Iterator[str]:
     help="As it will be served.",
 )
 @click.option("--host", is_flag=True, help="On the CPU, through kernels compiled for the CPU (needs a C++ compiler).")
-@click.option("--trust", is_flag=True, help="Believe stored verdicts; without it everything is compared anew.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 def warm(
     model: str,
@@ -100,14 +99,12 @@ def warm(
     device: str | None,
     offload: str,
     host: bool,
-    trust: bool,
     as_json: bool,
 ) -> int:
     """Verify all signatures of a deployment of MODEL: every size, batch and text length together.
 
-    MODEL is a hub id, a local folder, tiny-qwen-image or tiny-z-image. Verdicts are stored as a certificate of this
-    environment, and the compiled kernels in the cache, so that the server that comes after compares and compiles
-    nothing. See docs/certificates.md.
+    MODEL is a hub id, a local folder, tiny-qwen-image or tiny-z-image. The compiled kernels stay in the cache, so that
+    the server that comes after compiles nothing. See docs/certificates.md.
 
     Exit code 0: everything was verified. 1: something was refused, failed or left open, or there was nothing that a
     kernel takes. 2: usage.

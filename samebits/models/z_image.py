@@ -15,6 +15,7 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers import transformer_z_image as theirs
 from torch import nn
 
+from samebits import capture
 from samebits.models._ahead import LookAhead, may_run_early
 from samebits.models._family import Family, Function, Line, Replacement, source, unwrapped
 from samebits.models._norms import (
@@ -193,6 +194,19 @@ _PROCESSOR_TAKES = {"freqs_cis"}
 _NO_SECOND_STREAM = (None,) * 6
 
 
+def _closed_up(table: Any) -> Any:
+    """The same table ``(B, S, D)`` with no gap between its samples.
+
+    diffusers cuts it out of a longer one, whose length depends on the text before it was padded: every length of a
+    prompt would be a signature of its own, although the values that are used are laid out alike.
+    """
+    samples, rows, width = table.shape
+    if table.stride(0) == rows * width or capture.tracing():
+        return table
+    # The first stride of one sample means nothing, so nothing is copied for it.
+    return table[0].unsqueeze(0) if samples == 1 else table.contiguous()
+
+
 def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -> Function:
     (line,) = lines.values()
 
@@ -220,6 +234,7 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
         key = attn.to_k(hidden_states).unflatten(-1, heads)
         value = attn.to_v(hidden_states).unflatten(-1, heads)
         weights, eps = norms
+        table = _closed_up(table)
         query, key = line.site(query, key, None, *weights, table, *_NO_SECOND_STREAM, eps, "diffusers")
         # diffusers casts the key to the query's own dtype here, which its RoPE has left as it was
         key = key.to(query.dtype)

@@ -27,17 +27,18 @@ MOST_RUNS = 4
 it is called again appears in the second; more is for signatures that had to wait for memory."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Call:
-    """One combination: a picture size in pixels, pictures at once, and the number of text tokens."""
+    """One combination: a picture size in pixels, and the length in tokens of each prompt of the batch."""
 
     width: int
     height: int
-    batch: int
-    tokens: int
+    texts: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.width}x{self.height}, batch {self.batch}, {self.tokens} tokens"
+        lengths = ", ".join(map(str, sorted(set(self.texts), reverse=True)))
+        batch = f"batch {len(self.texts)}, " if len(self.texts) > 1 else ""
+        return f"{self.width}x{self.height}, {batch}{lengths} tokens"
 
 
 @dataclass
@@ -135,9 +136,13 @@ def warm(
     """
     texts = Texts(pipeline)
     wanted = sorted(set(texts.lengths() if tokens is None else tokens))
-    calls = [Call(w, h, n, t) for w, h in dict.fromkeys(sizes) for n in dict.fromkeys(batches) for t in wanted]
-    if not calls or min(min(vars(call).values()) for call in calls) < 1 or steps < 1:
+    numbers = sorted(set(batches))
+    pixels = sorted(set(sizes))
+    if not (pixels and numbers and wanted) or min(*numbers, *wanted, *map(min, pixels), steps) < 1:
         raise ValueError("expected at least one size, batch and text length, and steps, each from 1 up")
+    calls = [Call(*size, (length,) * number) for size in pixels for number in numbers for length in wanted]
+    # What depends on a mixture of lengths is done to the texts alone, so one size of the picture is enough.
+    calls += [Call(*pixels[0], mixture) for number in numbers for mixture in texts.mixtures(wanted, number)]
     outcome = Warmth() if outcome is None else outcome
     started = time.perf_counter()
     more = dict(arguments or {})
@@ -148,7 +153,7 @@ def warm(
         for number, call in enumerate(calls, 1):
             if watch is not None:
                 watch(call, number, len(calls))
-            prompts = texts.arguments(text[: call.tokens], negative, call.batch)
+            prompts = texts.arguments([text[:length] for length in call.texts], negative)
             known = _known(handle)
             for _ in range(MOST_RUNS):
                 generator = torch.Generator("cpu").manual_seed(0)

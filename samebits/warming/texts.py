@@ -6,7 +6,7 @@ dtype and the memory layout of the real thing, and the values of real words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,14 +99,41 @@ class Texts:
             return None
         return self.rows(text or "", DEFAULT_TOKENS)
 
-    def arguments(self, rows: torch.Tensor, negative: torch.Tensor | None, batch: int) -> dict[str, Any]:
-        """What to hand to the pipeline's call in place of ``batch`` prompts."""
+    def mixtures(self, lengths: Iterable[int], batch: int) -> list[tuple[int, ...]]:
+        """Batches of unlike texts that have shapes which no batch of equal ones has.
+
+        Z-Image norms the texts of a batch as one long row of padded tokens, so what counts is their sum. Qwen-Image
+        pads to the longest: a mixture looks like a batch of that.
+        """
+        if self.padding == 1 or batch == 1:
+            return []
+        padded = {-(-length // self.padding): length for length in lengths}
+        reached: dict[int, tuple[int, ...]] = {0: ()}
+        for _ in range(batch):
+            further: dict[int, tuple[int, ...]] = {}
+            for total, texts in reached.items():
+                for units, length in padded.items():
+                    further.setdefault(total + units, (*texts, length))
+            reached = further
+        equal = {batch * units for units in padded}
+        return [texts for total, texts in sorted(reached.items()) if total not in equal]
+
+    def arguments(self, texts: Sequence[torch.Tensor], negative: torch.Tensor | None) -> dict[str, Any]:
+        """What to hand to the pipeline's call in place of as many prompts.
+
+        Parameters
+        ----------
+        texts : sequence of Tensor
+            The rows ``(T, D)`` of each. For Qwen-Image they are of one length.
+        negative : Tensor or None
+            The rows of the negative prompt, which is the same for all.
+        """
         found: dict[str, Any] = {"max_sequence_length": self.most}
-        for prefix, one in (("", rows), ("negative_", negative)):
-            if one is not None and self._qwen:
-                found[f"{prefix}prompt_embeds"] = one.unsqueeze(0).repeat(batch, 1, 1)
-                ones = torch.ones(batch, len(one), dtype=torch.long, device=one.device)
-                found[f"{prefix}prompt_embeds_mask"] = ones
-            elif one is not None:
-                found[f"{prefix}prompt_embeds"] = [one.clone() for _ in range(batch)]
+        for prefix, rows in (("", list(texts)), ("negative_", [] if negative is None else [negative] * len(texts))):
+            if rows and self._qwen:
+                found[f"{prefix}prompt_embeds"] = torch.stack(rows)
+                shape = found[f"{prefix}prompt_embeds"].shape[:2]
+                found[f"{prefix}prompt_embeds_mask"] = torch.ones(shape, dtype=torch.long, device=rows[0].device)
+            elif rows:
+                found[f"{prefix}prompt_embeds"] = [one.clone() for one in rows]
         return found

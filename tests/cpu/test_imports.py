@@ -28,7 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     for floor in (
         "__main__",
         "cli",
-        "proof bench",
+        "proof bench warming",
         "apply loading",
         "models patch graphs gate quant",
         "ops",
@@ -56,7 +56,7 @@ KNOWN_BY = {
     package: frozenset(rooms.split())
     for package, rooms in (
         ("cuda", "jit environment capture"),
-        ("diffusers", "models patch graphs quant apply proof bench cli tiny environment loading"),
+        ("diffusers", "models patch graphs quant apply proof bench warming cli tiny environment loading"),
         ("transformers", "tiny loading proof bench cli environment"),
         ("accelerate", "models patch quant apply proof bench cli tiny environment"),
         ("huggingface_hub", "loading quant cli"),
