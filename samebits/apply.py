@@ -20,6 +20,7 @@ from samebits.models._family import Line, Replacement
 from samebits.ops import by_name
 from samebits.patch import Patch, find, obstacle
 from samebits.quant import how_linears_run
+from samebits.verdict import Revocation
 from samebits.verify import OUT_OF_MEMORY
 
 # Two threads that apply to one pipeline must not each place half. Reentrant: a signal handler may remove a handle.
@@ -52,6 +53,46 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Rechecks:
+    """What became of the calls of verified signatures that were compared with eager again.
+
+    Attributes
+    ----------
+    compared : int
+        How many comparisons were finished.
+    differed : int
+        How many of them found other bits, and took a verdict back.
+    awaited : int
+        How many of the gate's have no answer yet.
+    revocations : tuple of Revocation
+        The verdicts taken back: site, op, signature, and the first differing element with both values.
+    """
+
+    compared: int = 0
+    differed: int = 0
+    awaited: int = 0
+    revocations: tuple[Revocation, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts, and a dictionary per revocation."""
+        revocations = [revocation.to_json() for revocation in self.revocations]
+        return {
+            "compared": self.compared,
+            "differed": self.differed,
+            "awaited": self.awaited,
+            "revocations": revocations,
+        }
+
+    def lines(self) -> list[str]:
+        """What a report says about them; nothing where there were none."""
+        if not self.compared and not self.awaited:
+            return []
+        awaited = f" {self.awaited:,} answers are not read yet." if self.awaited else ""
+        counts = f"Re-checks: {self.compared:,} verified calls compared again, {self.differed:,} differed.{awaited}"
+        return [counts, *map(str, self.revocations)]
+
+
+@dataclass(frozen=True)
 class Report:
     """What happened at every site. ``str()`` is a table; sites that behaved alike share a line.
 
@@ -65,12 +106,15 @@ class Report:
         Whether the table has a line for every site instead.
     graphs : tuple of GraphRow
         One per denoiser whose CUDA graphs are on. A replay runs a site's kernel without being counted at that site.
+    rechecks : Rechecks
+        What the continuous watch found.
     """
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     full: bool = False
     graphs: tuple[GraphRow, ...] = ()
+    rechecks: Rechecks = Rechecks()
 
     def to_json(self) -> list[dict[str, Any]]:
         """One dictionary per site: ``site``, ``op``, ``fused``, ``eager``, ``reasons``."""
@@ -98,7 +142,8 @@ class Report:
         text = [aligned.format(*(part for pair in zip(line, widths, strict=True) for part in pair)) for line in cells]
         for number, (sentence, calls) in enumerate(legend.items(), 1):
             text.append(f"({number}) {sentence}" + (f": {calls:,} calls" if calls else ""))
-        return "\n".join([*(line.rstrip() for line in text), *self.notes, self.summary, *map(str, self.graphs)])
+        table = (line.rstrip() for line in text)
+        return "\n".join([*table, *self.notes, self.summary, *self.rechecks.lines(), *map(str, self.graphs)])
 
     def _lines(self) -> Iterator[tuple[str, Row, int]]:
         """Name, sums and number of sites of every line of the table."""
@@ -156,7 +201,11 @@ class Handle:
         if reason is None:
             for line in lines.values():
                 line.site = gate.site(
-                    line.name, by_name(line.op), strict=self.options["strict"], host=self.options["host"]
+                    line.name,
+                    by_name(line.op),
+                    strict=self.options["strict"],
+                    host=self.options["host"],
+                    recheck_every=self.options.get("recheck_every"),
                 )
             patch = Patch(module, lambda original: replacement.write(module, original, lines), owner=self)
             self._patches.append((path, patch))
@@ -187,9 +236,20 @@ class Handle:
         full : bool
             Print a line for every site. Otherwise sites that behaved alike, block after block, share one.
         """
+        rechecks = self._rechecks()  # First, because an answer that arrived may change what the rows say.
         rows, graphs = map(self._row, self.sites), (graphs.row for graphs in self._graphs)
         quantised = [f"{note}." for model in self.models for note in how_linears_run(model)]
-        return Report(tuple(rows), (*self._notes, *quantised), full, tuple(graphs))
+        return Report(tuple(rows), (*self._notes, *quantised), full, tuple(graphs), rechecks)
+
+    def _rechecks(self) -> Rechecks:
+        awaited = self.gate.collect()
+        counters = [line.site.counters for line in self.sites if line.site is not None]
+        return Rechecks(
+            sum(counter.rechecked for counter in counters),
+            sum(counter.differed for counter in counters),
+            awaited,
+            tuple(revocation for counter in counters for revocation in counter.revocations),
+        )
 
     def _row(self, line: Line) -> Row:
         if line.site is None:
@@ -269,6 +329,7 @@ def apply(
     cuda_graphs: bool = False,
     max_graphs: int = MAX_GRAPHS,
     max_graph_bytes: int | None = None,
+    recheck_every: int | None = None,
     gate: Gate | None = None,
 ) -> Handle:
     """Let samebits answer for the sites of a pipeline's denoisers, or of one denoiser.
@@ -292,6 +353,10 @@ def apply(
         How many graphs a denoiser may have; the one that was not used for longest goes first.
     max_graph_bytes : int, optional
         How much memory the graphs of a denoiser may hold together; by default a quarter of the device's.
+    recheck_every : int, optional
+        Make one verified call of a site in this many both ways again, on average, and take the verdict back where the
+        bits differ; 0 for none. By default what the gate says, which has it from ``SAMEBITS_RECHECK_EVERY``. See
+        docs/gate.md.
     gate : Gate, optional
         The gate to ask; the process-wide one by default, so that verdicts are shared.
 
@@ -302,15 +367,19 @@ def apply(
     AlreadyAppliedError
         A part of ``target`` is applied already, with other options, another gate or together with other models.
     ValueError
-        A limit of graphs that allows none.
+        A limit of graphs that allows none, or a negative ``recheck_every``.
     """
     for limit, value in (("max_graphs", max_graphs), ("max_graph_bytes", max_graph_bytes)):
         if value is not None and value < 1:
             raise ValueError(f"{limit} must be at least 1, got {value}; leave cuda_graphs out to have no graphs.")
+    if recheck_every is not None and recheck_every < 0:
+        raise ValueError(f"recheck_every must be 0 (never) or more, got {recheck_every}.")
     found = _denoisers(target)
     options: dict[str, Any] = {"strict": strict, "host": host, "cuda_graphs": cuda_graphs}
     if cuda_graphs:
         options |= {"max_graphs": max_graphs, "max_graph_bytes": max_graph_bytes}
+    if recheck_every is not None:
+        options["recheck_every"] = recheck_every
     gate = gate or default_gate()
     with _lock:
         return _apply(found, options, gate)

@@ -8,6 +8,7 @@ A leaf: it knows torch and nothing of samebits.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +113,106 @@ def compare(
     return None
 
 
+class Later:
+    """A comparison whose answer is read when the device has computed it; :func:`compare_later` makes it."""
+
+    def __init__(self, known: Difference | None, pending: Sequence[_Pending] = (), rows: torch.Tensor | None = None):
+        self._known, self._pending, self._rows = known, pending, rows
+
+    def read(self) -> Difference | None:
+        """Return the first difference, or ``None``. Only to be called when the device has come that far.
+
+        What it says is what :func:`compare` says, without ``max_ulp``.
+        """
+        if self._rows is None:
+            return self._known
+        for pending, (differing, first, actual, expected) in zip(self._pending, self._rows.tolist(), strict=True):
+            if differing:
+                return pending.describe(differing, first, actual, expected)
+        return None
+
+
+def compare_later(
+    actual: torch.Tensor | Sequence[torch.Tensor], expected: torch.Tensor | Sequence[torch.Tensor]
+) -> Later:
+    """Compare like :func:`compare`, but on the device alone: nothing waits for it.
+
+    Structure, dtypes, devices, shapes and strides are compared at once. Of the bits, the device counts how many
+    elements differ and keeps the first of them, both values of it included: four integers an output, which are copied
+    to page-locked host memory behind everything else on the current stream.
+
+    Raises
+    ------
+    TypeError
+        Something that is not a strided tensor with memory of its own.
+    """
+    if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
+        pairs: list[tuple[int | None, torch.Tensor, torch.Tensor]] = [(None, actual, expected)]
+    elif isinstance(actual, torch.Tensor) or isinstance(expected, torch.Tensor) or len(actual) != len(expected):
+        return Later(Difference("structure", None, _structure(actual), _structure(expected)))
+    else:
+        pairs = [(number, *pair) for number, pair in enumerate(zip(actual, expected, strict=True))]
+    for number, one, other in pairs:
+        found = _other_layout(one, other, number)
+        if found is not None:
+            return Later(found)
+    pending = [_Pending(number, one.dtype, tuple(one.shape)) for number, one, _ in pairs]
+    rows = [_row(integer_view(one), integer_view(other)) for _, one, other in pairs]
+    if not rows:
+        return Later(None)
+    table = torch.stack(rows)
+    if table.device.type == "cpu":
+        return Later(None, pending, table)
+    host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+    return Later(None, pending, host.copy_(table, non_blocking=True))
+
+
+def _row(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Return how many integers differ, where the first does, and both there: four int64 on the device."""
+    if ours.numel() == 0:
+        return torch.zeros(4, dtype=torch.int64, device=ours.device)
+    unequal = ours != theirs
+    first = unequal.to(torch.uint8).reshape(-1).argmax().reshape(1)
+    values = [torch.take(view, first).to(torch.int64) for view in (ours, theirs)]
+    return torch.cat([unequal.sum().reshape(1), first, *values])
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What has to be remembered of two tensors to say how they differ."""
+
+    output: int | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def describe(self, differing: int, first: int, actual: int, expected: int) -> Difference:
+        """Make the difference of the numbers that the device left; of a complex element, of the part that differs."""
+        parts = 2 if self.dtype.is_complex else 1
+        dtype = self.dtype.to_real() if self.dtype.is_complex else self.dtype
+        width = dtype.itemsize * 8
+        pair = [bits & ((1 << width) - 1) for bits in (actual, expected)]
+        values = [_value_of(dtype, bits) for bits in pair]
+        return Difference(
+            "bits",
+            self.output,
+            values[0],
+            values[1],
+            differing=differing,
+            total=parts * math.prod(self.shape),
+            index=_unravel(first, (*self.shape, parts) if parts > 1 else self.shape),
+            actual_bits=pair[0],
+            expected_bits=pair[1],
+            bits_width=width,
+            ulp=None if any(map(_is_nan, values)) else ulp_distance(dtype, pair[0], pair[1]),
+        )
+
+
+def _value_of(dtype: torch.dtype, bits: int) -> Any:
+    """Return the value of an element that is stored as ``bits``, an unsigned integer."""
+    raw = torch.tensor(list(bits.to_bytes(dtype.itemsize, sys.byteorder)), dtype=torch.uint8, device="cpu")
+    return _value(raw.view(dtype), (0,))
+
+
 def integer_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of ``tensor`` as integers of the same width, without copying them.
 
@@ -166,7 +267,7 @@ def _structure(result: torch.Tensor | Sequence[torch.Tensor]) -> str:
     return "one tensor" if isinstance(result, torch.Tensor) else f"a tuple of {len(result)} tensors"
 
 
-def _compare_tensors(actual: torch.Tensor, expected: torch.Tensor, output: int | None) -> Difference | None:
+def _other_layout(actual: torch.Tensor, expected: torch.Tensor, output: int | None) -> Difference | None:
     for kind, found, wanted in (
         ("dtype", actual.dtype, expected.dtype),
         ("device", actual.device, expected.device),
@@ -175,6 +276,13 @@ def _compare_tensors(actual: torch.Tensor, expected: torch.Tensor, output: int |
     ):
         if found != wanted:
             return Difference(kind, output, found, wanted)
+    return None
+
+
+def _compare_tensors(actual: torch.Tensor, expected: torch.Tensor, output: int | None) -> Difference | None:
+    found = _other_layout(actual, expected, output)
+    if found is not None:
+        return found
     ours, theirs = integer_view(actual), integer_view(expected)
     if torch.equal(ours, theirs):
         return None

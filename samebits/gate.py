@@ -12,6 +12,9 @@ elements, or padding that is all zeros, on which a wrong summation order passes 
 Whatever happens, a call returns eager's bits: the kernel's when they are known to be the same, eager's own otherwise.
 While a CUDA graph is captured, in this thread or another, nothing is compared; signatures first met then are
 remembered by their description alone and compared on made-up inputs, one at each later call.
+
+A verified signature can be watched: with ``recheck_every=N`` one call in N is made both ways again. On CUDA nothing
+waits for that comparison; a later call reads its answer.
 """
 
 from __future__ import annotations
@@ -27,14 +30,15 @@ import torch
 
 from samebits import capture
 from samebits.errors import ContractViolation, CudaContextError, KernelFailed
-from samebits.ops._op import Op, Outputs
+from samebits.ops._op import Launcher, Op, Outputs
 from samebits.settings import settings
 from samebits.signature import Key, why_no_key
 from samebits.site import Site
-from samebits.verdict import SIGNATURE_LIMIT, Counters, Entry, State, Table, Verdict
-from samebits.verify import check, check_made_up, is_retryable, is_sticky, summary
+from samebits.verdict import SIGNATURE_LIMIT, Counters, Entry, Revocation, State, Table, Verdict
+from samebits.verify import Finding, Observation, check, check_made_up, is_retryable, is_sticky, observe, summary
+from samebits.watch import OUTSTANDING_LIMIT, Watched
 
-__all__ = ["Gate", "Site", "State", "Verdict", "default_gate"]
+__all__ = ["Gate", "Revocation", "Site", "State", "Verdict", "default_gate"]
 
 PENDING_LIMIT = 256
 """Signatures remembered from captures; later ones are remembered when they are met again."""
@@ -45,8 +49,9 @@ CAPTURING = "a CUDA graph is being captured and this signature is not verified y
 COMPARED = "compared with eager at this call"
 ELSEWHERE = "another thread is comparing this signature"
 FORKED = "this process was forked after CUDA was initialised"
-FULL = f"the op already has {SIGNATURE_LIMIT} signatures"
+FULL = f"the op already has {SIGNATURE_LIMIT} signatures, all of which are being compared"
 KILLED = "SAMEBITS_DISABLE is set"
+RECHECKED = "a verified call that was made both ways again"
 RETRY = "will be tried again"
 
 _log = logging.getLogger("samebits")
@@ -66,6 +71,17 @@ class Gate:
         How many output elements a new signature is compared on beyond those of its first call; 0 for none.
     unavailable : callable, optional
         ``unavailable(device, host)`` says why no kernel can run on a device, or returns ``None``.
+    recheck_every : int, optional
+        One verified call of a site in how many is compared again, on average, unless the site says otherwise; 0 for
+        none. By default what ``SAMEBITS_RECHECK_EVERY`` says.
+    guessing : bool
+        Whether sites guess at the signature of a call before they look it up by its key. It changes what a call
+        costs and nothing else.
+
+    Raises
+    ------
+    ValueError
+        ``recheck_every`` is negative.
     """
 
     def __init__(
@@ -75,9 +91,13 @@ class Gate:
         probe: capture.CaptureProbe | None = None,
         made_up_elements: int = 1 << 18,
         unavailable: Callable[[torch.device, bool], str | None] | None = None,
+        recheck_every: int | None = None,
+        guessing: bool = True,
     ) -> None:
         self.strict = strict
+        self.guessing = guessing
         self.made_up_elements = made_up_elements
+        self.recheck_every = settings().recheck_every if recheck_every is None else _checked(recheck_every)
         self.pending: dict[Entry, Table] = {}
         """Signatures met during a capture and not compared yet, oldest first."""
         self._probe = capture.default_probe() if probe is None else probe
@@ -87,11 +107,21 @@ class Gate:
         self._lock = threading.RLock()
         self._tables: dict[tuple[int, bool], Table] = {}
         self._sites: list[weakref.ref[Site]] = []
+        self._sites_made = self._plans = 0
+        self._outstanding: list[Watched] = []
         self._lost = False
         self._stopped = KILLED if settings().disabled else None
         _gates.add(self)
 
-    def site(self, name: str, op: Op, *, strict: bool | None = None, host: bool = False) -> Site:
+    def site(
+        self,
+        name: str,
+        op: Op,
+        *,
+        strict: bool | None = None,
+        host: bool = False,
+        recheck_every: int | None = None,
+    ) -> Site:
         """Return a new site of ``op``, called ``name`` in reports.
 
         Parameters
@@ -106,10 +136,19 @@ class Gate:
             Whether CPU tensors go to the kernel built for the CPU. Every such call is compared with eager, and counts
             as fused where the bits were equal: the CPU sums in another order than the GPU for which kernels are
             written, so one comparison says little about the next.
+        recheck_every : int, optional
+            One verified call in how many is compared again, on average; 0 for none, ``None`` follows the gate.
+
+        Raises
+        ------
+        ValueError
+            ``recheck_every`` is negative.
         """
+        every = None if recheck_every is None else _checked(recheck_every)
         with self._lock:
             table = self._tables.setdefault((id(op), host), Table(op, host))
-            site = Site(name, op, self, table, strict)
+            site = Site(name, op, self, table, strict, every, self._sites_made)
+            self._sites_made += 1
             self._sites = [reference for reference in self._sites if reference() is not None]
             self._sites.append(weakref.ref(site))
         return site
@@ -130,30 +169,45 @@ class Gate:
         return sum(table.withdrawn for table in list(self._tables.values()))
 
     def verdicts(self) -> list[Verdict]:
-        """Return what is known about every signature met so far."""
+        """Return what is known about every signature that is remembered."""
+        self.collect()
         with self._lock:
             return [verdict for table in self._tables.values() for verdict in table.verdicts()]
 
     def recheck(self, op: Op | None = None) -> int:
         """Have every verified signature (of ``op``) compared again at its next call that is not in a capture.
 
-        A signature whose bits differ then is refused, and its verdict says that it was revoked and why.
+        A signature whose bits differ then is refused, and its verdict says that it was revoked and why. A comparison
+        that is running meanwhile does not count as that: it began before.
 
         Returns
         -------
         int
-            How many signatures will be compared.
+            How many signatures will be compared, those included that are being compared now for the first time.
         """
         due = 0
         with self._lock:
             for table in self._tables.values():
                 if op is None or table.op is op:
                     for entry in table.entries.values():
-                        if entry.state is State.VERIFIED:
-                            entry.recheck = True
+                        if entry.state is State.VERIFIED or entry.busy or entry.watched:
+                            entry.ask()
                             table.withdraw(entry)
                             due += 1
         return due
+
+    def collect(self) -> int:
+        """Read the answers of re-checks that have arrived, without waiting for any.
+
+        Returns
+        -------
+        int
+            How many are still awaited.
+        """
+        for watched in tuple(self._outstanding):
+            if not self._probe.here(watched.device):  # A capture must not be asked about events of others.
+                self._read(watched)
+        return len(self._outstanding)
 
     def disable(self, reason: str = "the gate is disabled") -> None:
         """Send every call to the reference, counted under ``reason``. Verdicts and loaded kernels are kept."""
@@ -191,15 +245,20 @@ class Gate:
             return site.run_eager(args, self._stopped)
         if key is None:
             return site.run_eager(args, why_no_key(args))
+        if self._outstanding:
+            self.collect()
         if self.pending:
             self._compare_one_pending(site)
         with self._lock:
-            launcher = table.launchers.get(key)
-            entry = table.entry(key, args) if launcher is None else None
-        if launcher is not None:
-            return site.launch(launcher, key, args)
+            entry = table.entry(key, args)
+            launcher = table.let_in(entry) if entry is not None and self._stopped is None else None
         if entry is None:
             return site.run_eager(args, FULL)
+        if launcher is not None:
+            if site.due and self._may_watch(site, entry):
+                return self._recheck(site, table, entry, launcher, args)
+            site.come_by(1 if self._outstanding else None)
+            return site.launch(launcher, key, args)
         if entry.state in (State.REFUSED, State.UNSUPPORTED, State.FAILED):
             self._raise_if_strict(site, entry, None)
             return site.run_eager(args, entry.reason)
@@ -237,14 +296,17 @@ class Gate:
             return FORKED
         if self._capturing(device):
             with self._lock:
-                if entry.state is State.UNKNOWN and len(self.pending) < PENDING_LIMIT:
+                if entry.state is State.UNKNOWN and not entry.watched and len(self.pending) < PENDING_LIMIT:
                     self.pending[entry] = table
+                    entry.queued = True
             return CAPTURING
         with self._lock:
-            if entry.busy or not (entry.state is State.UNKNOWN or entry.recheck):
+            if entry.busy or entry.watched or not (entry.state is State.UNKNOWN or entry.recheck):
                 return ELSEWHERE
             entry.busy = True
+            entry.claim()
             self.pending.pop(entry, None)
+            entry.queued = False
         return None
 
     def _capturing(self, device: torch.device | None) -> bool:
@@ -254,7 +316,7 @@ class Gate:
         """Run both on a claimed entry. The caller gets eager's own tensors."""
         try:
             expected = table.op.reference(*args)
-            error = self._judge(table, entry, args, expected, A_CALL)
+            error = self._judge(site, table, entry, args, expected, A_CALL)
         finally:
             entry.busy = False
         try:
@@ -274,7 +336,8 @@ class Gate:
     def _compare_one_pending(self, site: Site) -> None:
         """Compare the oldest signature remembered from a capture on made-up inputs, if it is quiet now."""
         with self._lock:
-            entry = next((entry for entry in self.pending if not entry.busy), None)
+            # What eager does under another flag says nothing about this signature.
+            entry = next((entry for entry in self.pending if not entry.busy and entry.signature.current), None)
             if entry is None:
                 return
             table = self.pending[entry]
@@ -291,7 +354,7 @@ class Gate:
             with torch.no_grad(), plain, self._probe.relaxed():
                 args = entry.signature.rebuild(seed=len(table.entries))
                 expected = table.op.reference(*args)
-                error = self._judge(table, entry, args, expected, MADE_UP)
+                error = self._judge(site, table, entry, args, expected, MADE_UP)
         except Exception as raised:
             # Not this caller's doing: the signature stays unknown until a real call brings it.
             error = raised
@@ -304,7 +367,7 @@ class Gate:
             del error  # As above.
 
     def _judge(
-        self, table: Table, entry: Entry, args: tuple[Any, ...], expected: Outputs, basis: str
+        self, site: Site, table: Table, entry: Entry, args: tuple[Any, ...], expected: Outputs, basis: str
     ) -> Exception | None:
         """Give a claimed entry its verdict. Return what was raised on the way, after settling it."""
         revoking = entry.state is State.VERIFIED
@@ -331,18 +394,120 @@ class Gate:
             if entry.state is State.FAILED:
                 self._warn(table, entry)
             return error
+        self._settle(site, table, entry, finding, basis, revoking)
+        return None
+
+    def _settle(
+        self, site: Site, table: Table, entry: Entry, finding: Finding | None, basis: str, revoking: bool
+    ) -> None:
+        """Write down what a finished comparison found. ``revoking``: the signature was verified before."""
         with self._lock:
             entry.verifications += 1
             entry.basis = basis
+            if revoking and not table.host:
+                site.counters.rechecked += 1
             if finding is None:
                 table.settle(entry, State.VERIFIED, open_to_calls=self._stopped is None)
             else:
-                entry.revoked = revoking
-                cause = f"revoked by a re-check, it was verified before: {finding.cause}" if revoking else finding.cause
-                table.settle(entry, State.REFUSED, cause)
+                self._refuse(site, table, entry, finding.cause, revoking)
         if finding is not None:
             self._warn(table, entry)
-        return None
+
+    def _refuse(self, site: Site, table: Table, entry: Entry, cause: str, revoking: bool) -> None:
+        entry.revoked = revoking
+        if revoking:
+            site.counters.count_revocation(Revocation(site.name, table.op.name, str(entry.signature), cause))
+            cause = f"revoked by a re-check at {site.name}, it was verified before: {cause}"
+        table.settle(entry, State.REFUSED, cause)
+
+    # The watch over verified signatures.
+
+    def _may_watch(self, site: Site, entry: Entry) -> bool:
+        """Say whether this call of a verified signature, which is due, is made both ways; choose the next one."""
+        with self._lock:
+            self._plans += 1
+            site.plan(self._plans)
+        device = entry.signature.devices[0]
+        if (device.type == "cuda" and capture.forked()) or self._capturing(device):
+            return False
+        with self._lock:
+            if len(self._outstanding) >= OUTSTANDING_LIMIT:
+                return False
+            entry.watched += 1
+        return True
+
+    def _recheck(self, site: Site, table: Table, entry: Entry, launcher: Launcher, args: tuple[Any, ...]) -> Outputs:
+        """Make a call of a verified signature both ways and have them compared. The caller gets eager's tensors."""
+        error: Exception | None = None
+        expected: Outputs | None = None
+        observation: Observation | None = None
+        try:
+            with self._probe.relaxed():
+                expected = table.op.reference(*args)
+                observation = observe(table.op, launcher, args, expected, entry.signature.names)
+        except Exception as raised:
+            error = raised
+        finally:
+            if observation is None:
+                with self._lock:
+                    entry.watched -= 1
+        try:
+            if observation is not None:
+                self._await(Watched(site, table, entry, observation, entry.signature.devices[0]))
+            elif error is not None:
+                self._stop_if_sticky(error, site)
+                if expected is not None and not is_retryable(error):
+                    with self._lock:
+                        table.settle(entry, State.FAILED, f"a launch raised {summary(error)}")
+                    self._warn(table, entry)
+                    self._raise_if_strict(site, entry, error)
+        finally:
+            del error  # Its traceback leads to this frame: a cycle that would keep the tensors alive.
+        if expected is None:
+            # The caller did not ask for eager: what stood in its way, memory for instance, is not the caller's matter.
+            return site.launch(launcher, entry.key, args)
+        self.count_eager(site.counters, entry.reason if entry.state is State.FAILED else RECHECKED)
+        return expected
+
+    def _await(self, watched: Watched) -> None:
+        with self._lock:
+            self._outstanding.append(watched)
+        self._read(watched)
+        watched.site.come_by(0 if self._outstanding else None)
+
+    def _read(self, watched: Watched) -> None:
+        """Read an answer if it has arrived, and act on it."""
+        site, table, entry = watched.site, watched.table, watched.entry
+        finding: Finding | None = None
+        try:
+            with self._probe.relaxed():
+                if not watched.observation.arrived():
+                    return
+            finding = watched.observation.finding()
+        except Exception as error:
+            self._drop(watched)
+            self._stop_if_sticky(error, site)
+            _log.warning("samebits: a re-check at %s came to nothing: %s", site.name, summary(error))
+            return
+        if not self._drop(watched):
+            return  # Another thread was faster.
+        with self._lock:
+            site.counters.rechecked += 1
+            entry.verifications += 1
+            # Meanwhile it may have been refused, or failed, for another reason.
+            standing = entry.state is State.VERIFIED
+            if finding is not None and standing:
+                self._refuse(site, table, entry, finding.cause, revoking=True)
+        if finding is not None and standing:
+            self._warn(table, entry)
+
+    def _drop(self, watched: Watched) -> bool:
+        with self._lock:
+            if watched not in self._outstanding:
+                return False
+            self._outstanding.remove(watched)
+            watched.entry.watched -= 1
+            return True
 
     def _unfit(self, table: Table, entry: Entry, args: tuple[Any, ...]) -> str | None:
         reason = entry.signature.unfit
@@ -377,11 +542,20 @@ class Gate:
         self._lock = threading.RLock()
         for table in self._tables.values():
             for entry in table.entries.values():
-                entry.busy = False
+                entry.busy, entry.watched = False, 0
                 if capture.forked() and any(device.type == "cuda" for device in entry.signature.devices):
                     table.settle(entry, State.UNSUPPORTED, FORKED)
+        self._outstanding.clear()
         if capture.forked():
+            for entry in self.pending:
+                entry.queued = False
             self.pending.clear()
+
+
+def _checked(recheck_every: int) -> int:
+    if recheck_every < 0:
+        raise ValueError(f"recheck_every must be 0 (never) or more, got {recheck_every}.")
+    return recheck_every
 
 
 def _jit_unavailable(device: torch.device, host: bool) -> str | None:

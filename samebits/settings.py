@@ -20,6 +20,7 @@ CACHE_DIR = "SAMEBITS_CACHE_DIR"
 """The variable that moves the folder of compiled kernels and certificates; for those who start processes."""
 
 _ON = frozenset({"1", "true", "yes", "on"})
+_MOST_DIGITS = 18
 _OFF = frozenset({"", "0", "false", "no", "off"})
 
 
@@ -34,10 +35,14 @@ class Settings:
     cache_dir : Path
         ``SAMEBITS_CACHE_DIR``: where compiled kernels and certificates are kept. Absolute; it need not exist.
         By default the user's cache folder, or one under the temporary folder where the user has no home.
+    recheck_every : int
+        ``SAMEBITS_RECHECK_EVERY``: one verified call in how many is compared with eager again, on average, where the
+        program does not say; 0, the default, for none.
     """
 
     disabled: bool
     cache_dir: Path
+    recheck_every: int = 0
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -51,6 +56,7 @@ class Settings:
         return cls(
             disabled=_flag(environ, "SAMEBITS_DISABLE"),
             cache_dir=_cache_dir(environ.get(CACHE_DIR, "")),
+            recheck_every=_count(environ, "SAMEBITS_RECHECK_EVERY"),
         )
 
 
@@ -71,6 +77,16 @@ def _flag(environ: Mapping[str, str], variable: str) -> bool:
     if word in _OFF:
         return False
     raise SettingsError(variable=variable, value=value, expected="1 or 0 (also true/false, yes/no, on/off)")
+
+
+def _count(environ: Mapping[str, str], variable: str) -> int:
+    value = environ.get(variable, "")
+    word = value.strip().lower()
+    if word in _OFF:
+        return 0
+    if word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS:
+        return int(word)
+    raise SettingsError(variable=variable, value=value, expected="a whole number of calls, or 0 for never")
 
 
 def _cache_dir(value: str) -> Path:

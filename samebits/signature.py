@@ -10,6 +10,7 @@ attention back-end flags, and the default dtype. A leaf: it knows torch and noth
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from torch.nn import Parameter
 ALIGNMENT_BYTES = 16
 Key = tuple[Hashable, ...]
 
+_CANONICAL_FORM = 1
 _SCALARS = (float, int, bool, str, type(None))
 _deterministic = torch.are_deterministic_algorithms_enabled
 
@@ -163,12 +165,15 @@ class Signature:
     names: tuple[str, ...]
     args: tuple[Any, ...]
     """A :class:`TensorSpec` for each tensor, and every other argument as it is."""
+    deterministic: bool = False
+    """Whether eager had to keep to deterministic algorithms."""
 
     @classmethod
     def of(cls, names: Sequence[str], args: Sequence[Any]) -> Signature:
         """Describe a call; ``names`` are the parameters of the reference."""
         padded = (*names, *(f"argument {n}" for n in range(len(names), len(args))))[: len(args)]
-        return cls(padded, tuple(TensorSpec.of(arg) if isinstance(arg, Tensor) else arg for arg in args))
+        specs = tuple(TensorSpec.of(arg) if isinstance(arg, Tensor) else arg for arg in args)
+        return cls(padded, specs, _deterministic())
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -189,17 +194,50 @@ class Signature:
                 return f"the address of {name} is no multiple of its element size"
         return None
 
+    @property
+    def current(self) -> bool:
+        """Whether eager would dispatch as it did for this signature, as far as flags of the process decide."""
+        return self.deterministic is _deterministic()
+
     def __str__(self) -> str:
-        return ", ".join(
+        text = ", ".join(
             f"{name}: {arg}" if isinstance(arg, TensorSpec) else f"{name}={arg!r}"
             for name, arg in zip(self.names, self.args, strict=True)
         )
+        return f"{text}, deterministic algorithms" if self.deterministic else text
+
+    def canonical(self) -> str:
+        """Return a text that is the same in every process for the same signature, and for no other.
+
+        It says everything that the key of a call says, but for the number of the device: in its place stands what
+        decides about plans, the model of the GPU and how many multiprocessors it has. Names of arguments and addresses
+        are not in it.
+        """
+        parts: list[Any] = [_CANONICAL_FORM, self.deterministic]
+        for arg in self.args:
+            if isinstance(arg, TensorSpec):
+                dtype = str(arg.dtype).removeprefix("torch.")
+                where = [dtype, list(arg.shape), list(arg.stride), arg.misalignment_bytes, _device_kind(arg.device)]
+                parts.append(where)
+            elif type(arg) is float:
+                parts.append({"float": arg.hex()})
+            else:
+                parts.append({type(arg).__name__: arg})
+        return json.dumps(parts, separators=(",", ":"))
 
     def rebuild(self, seed: int) -> tuple[Any, ...]:
         """Return fresh arguments of this signature, made without touching torch's global random state."""
         device = self.devices[0]
         generator = torch.Generator(device).manual_seed(seed)
         return tuple(arg.random(generator) if isinstance(arg, TensorSpec) else arg for arg in self.args)
+
+
+def _device_kind(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}"
+    return f"cuda {properties.name} {capability} {properties.multi_processor_count} multiprocessors"
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -14,12 +14,19 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from samebits import capture
+from samebits.guess import Guess, make_guess
 from samebits.ops._op import Launcher, Op, Outputs
 from samebits.signature import Key, signature_key
 from samebits.verdict import Counters, Table
+from samebits.watch import NEVER, first_due, gap
 
 if TYPE_CHECKING:
     from samebits.gate import Gate
+
+GUESSES = 4
+"""How many signatures a site guesses at. Two are usual: the prompt and the negative prompt differ in length."""
+LEARN_EVERY = 64
+"""A site that made so many guesses makes another one, in the place of its oldest, only after so many fused calls."""
 
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -48,19 +55,27 @@ class Site:
 
     __slots__ = (
         "__weakref__",
+        "_due",
+        "_every",
         "_fast",
         "_gate",
+        "_guesses",
+        "_learnt",
+        "_next",
         "_pending",
         "_reference",
         "_strict",
         "_table",
+        "_tries",
         "counters",
         "host",
         "name",
         "op",
     )
 
-    def __init__(self, name: str, op: Op, gate: Gate, table: Table, strict: bool | None) -> None:
+    def __init__(
+        self, name: str, op: Op, gate: Gate, table: Table, strict: bool | None, every: int | None, number: int
+    ) -> None:
         self.name = name
         self.op = op
         self.host = table.host
@@ -72,6 +87,13 @@ class Site:
         # Kept here because two look-ups less are a tenth of a microsecond on every call.
         self._fast = table.launchers
         self._pending = gate.pending
+        self._guesses: tuple[Guess, ...] = ()
+        self._learnt = self._tries = 0
+        self._every = every
+        self._next = self._due = NEVER
+        """How many fused calls there have been when the next one is compared again, and when one goes by the gate."""
+        if self.every and not table.host:
+            self._next = self._due = first_due(number, self.every)
 
     @property
     def strict(self) -> bool:
@@ -104,10 +126,18 @@ class Site:
             reason = _eager_state(args)
             if reason is not None:
                 return self.run_eager(args, reason)
-        key = signature_key(args)
-        launcher = self._fast.get(key)
-        if launcher is None or self._pending:
-            return self._gate.answer(self, self._table, key, args)
+        for guess in self._guesses:
+            launcher = guess(args)
+            if launcher is not None:
+                break
+        else:
+            key = signature_key(args)
+            launcher = self._fast.get(key)
+            if launcher is None:
+                return self._gate.answer(self, self._table, key, args)
+            self._learn(key, args)
+        if self._pending or self.counters.fused >= self._due:
+            return self._gate.answer(self, self._table, signature_key(args), args)
         try:
             outputs = launcher(*args)
         except Exception as error:
@@ -117,9 +147,40 @@ class Site:
             self.counters.fused += 1
             return outputs
         try:
-            return self._gate.launch_raised(self, self._table, key, args, raised)
+            return self._gate.launch_raised(self, self._table, signature_key(args), args, raised)
         finally:
             del raised  # Its traceback holds this frame: a cycle that would keep the tensors alive.
+
+    @property
+    def every(self) -> int:
+        """One verified call in how many is compared again, on average; 0 for none."""
+        return self._gate.recheck_every if self._every is None else self._every
+
+    @property
+    def due(self) -> bool:
+        """Whether this verified call is to be compared again."""
+        return self.counters.fused >= self._next
+
+    def plan(self, number: int) -> None:
+        """Choose the next call to be compared again; ``number`` counts the choices of the gate."""
+        self._next = self._due = self.counters.fused + gap(number, self.every) - 1 if self.every else NEVER
+
+    def come_by(self, calls: int | None) -> None:
+        """Go by the gate once more after ``calls`` fused calls, to read an answer, or ``None`` when there is none."""
+        self._due = self._next if calls is None else min(self._next, self.counters.fused + calls)
+
+    def _learn(self, key: Key | None, args: tuple[Any, ...]) -> None:
+        """A verified call was found by its key: guess at it from now on."""
+        fused = self.counters.fused
+        if (self._tries >= GUESSES and fused - self._learnt < LEARN_EVERY) or not self._gate.guessing:
+            return
+        entry = None if key is None else self._table.entries.get(key)
+        if entry is None:
+            return
+        self._tries, self._learnt = self._tries + 1, fused
+        guess = make_guess(entry, args)
+        if guess is not None:
+            self._guesses = (guess, *self._guesses[: GUESSES - 1])
 
     def launch(self, launcher: Launcher, key: Key, args: tuple[Any, ...]) -> Outputs:
         """Run a verified kernel off the fast way."""
@@ -145,7 +206,7 @@ class Site:
         return f"<Site {self.name!r} of op {self.op.name}: {self.counters.fused} fused, {self.counters.eager} eager>"
 
     def __copy__(self) -> Site:
-        return self._gate.site(self.name, self.op, strict=self._strict, host=self.host)
+        return self._gate.site(self.name, self.op, strict=self._strict, host=self.host, recheck_every=self._every)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         # A copied model is another model: it shares the verdicts and counts its own calls.
@@ -153,14 +214,14 @@ class Site:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Kernels and verdicts belong to a process, so only the names travel.
-        return _revive, (self.name, self.op.name, self._strict, self.host)
+        return _revive, (self.name, self.op.name, self._strict, self.host, self._every)
 
 
-def _revive(name: str, op_name: str, strict: bool | None, host: bool) -> Site:
+def _revive(name: str, op_name: str, strict: bool | None, host: bool, every: int | None = None) -> Site:
     from samebits.gate import default_gate
     from samebits.ops import by_name
 
-    return default_gate().site(name, by_name(op_name), strict=strict, host=host)
+    return default_gate().site(name, by_name(op_name), strict=strict, host=host, recheck_every=every)
 
 
 def _eager_state(args: tuple[Any, ...]) -> str | None:

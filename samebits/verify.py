@@ -1,8 +1,12 @@
-"""One verification: run the kernel beside eager on protected inputs and compare everything it could have touched."""
+"""One verification: run the kernel beside eager on protected inputs and compare everything it could have touched.
+
+:func:`check` waits for the answer, :func:`observe` does not: it leaves counts and the first differing element in a few
+numbers that a later call reads once the GPU has come that far.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,13 +99,82 @@ def check(op: Op, launcher: Launcher, args: tuple[Any, ...], expected: Outputs, 
             again = bits.compare(op.reference(*args), expected)
             if again is not None:
                 return Finding(f"the comparison is void, eager differs from itself: {again}", again)
-            return Finding(_mismatch(difference, outputs), difference)
+            return Finding(_mismatch(difference, tuple(output.dtype for output in outputs)), difference)
         for name, copy in zip(names, copies, strict=True):
             if copy is not None:
                 written = bits.compare(copy.flat, copy.original)
                 if written is not None:
                     return Finding(f"the kernel wrote to its input {name}: {written}", written)
     return None
+
+
+def observe(op: Op, launcher: Launcher, args: tuple[Any, ...], expected: Outputs, names: Sequence[str]) -> Observation:
+    """Do what :func:`check` does without waiting for the GPU, and leave the answer to be read later.
+
+    The parameters are those of :func:`check`. Eager is not run a second time where the two differ: what can be known
+    later is what was computed now.
+    """
+    with torch.no_grad():
+        copies = [protect(arg) if isinstance(arg, Tensor) else None for arg in args]
+        outputs = tuple(poison(output) for output in op.allocate(*args))
+        ours = [arg if copy is None else copy.view for arg, copy in zip(args, copies, strict=True)]
+        result = launcher(*ours, out=outputs)
+        if not _same_memory(result, outputs):
+            return Observation(Finding("the kernel returned other tensors than the ones it was handed to fill"))
+        later = bits.compare_later(result, expected)
+        written = [
+            (name, bits.compare_later(copy.flat, copy.original))
+            for name, copy in zip(names, copies, strict=True)
+            if copy is not None
+        ]
+        dtypes = tuple(output.dtype for output in outputs)
+        return Observation(None, later, written, dtypes, mark(outputs[0].device))
+
+
+class Observation:
+    """A comparison that was made, and whose answer may still be on its way.
+
+    Parameters
+    ----------
+    finding : Finding, optional
+        What was found at once.
+    """
+
+    def __init__(
+        self,
+        finding: Finding | None,
+        later: bits.Later | None = None,
+        written: Sequence[tuple[str, bits.Later]] = (),
+        dtypes: tuple[torch.dtype, ...] = (),
+        arrived: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._finding, self._later, self._written, self._dtypes = finding, later, written, dtypes
+        self.arrived = arrived
+        """Says, without waiting, whether the answer is here."""
+
+    def finding(self) -> Finding | None:
+        """Read the answer once it has arrived: ``None`` when every bit was eager's and no input was touched."""
+        if self._later is None:
+            return self._finding
+        difference = self._later.read()
+        if difference is not None:
+            return Finding(_mismatch(difference, self._dtypes), difference)
+        for name, later in self._written:
+            written = later.read()
+            if written is not None:
+                return Finding(f"the kernel wrote to its input {name}: {written}", written)
+        return None
+
+
+def mark(device: torch.device) -> Callable[[], bool]:
+    """Return a function that says whether everything put on this thread's stream of ``device`` so far is done."""
+    if device.type != "cuda":
+        return lambda: True
+    make: Any = torch.cuda.Event  # torch does not annotate it.
+    event = make()
+    event.record(torch.cuda.current_stream(device))
+    done: Callable[[], bool] = event.query
+    return done
 
 
 def check_made_up(op: Op, launcher: Launcher, signature: Signature, elements: int) -> Finding | None:
@@ -203,8 +276,8 @@ def _same_memory(result: Outputs, outputs: tuple[Tensor, ...]) -> bool:
     )
 
 
-def _mismatch(difference: bits.Difference, outputs: tuple[Tensor, ...]) -> str:
-    dtype = outputs[difference.output or 0].dtype
+def _mismatch(difference: bits.Difference, dtypes: tuple[torch.dtype, ...]) -> str:
+    dtype = dtypes[difference.output or 0]
     pattern = _pattern(dtype) & ((1 << difference.bits_width) - 1)
     if difference.kind == "bits" and difference.actual_bits == pattern:
         return f"{difference}; the kernel never wrote that element"

@@ -49,6 +49,7 @@ class Options:
     host: bool
     strict: bool
     cuda_graphs: bool
+    recheck_every: int | None
     as_json: bool
 
 
@@ -92,7 +93,7 @@ def _read_prompt(path: Path) -> str:
 
 
 def check_combinations(options: Options) -> None:
-    for name in ("prove", "host", "strict", "cuda_graphs"):
+    for name in ("prove", "host", "strict", "cuda_graphs", "recheck_every"):
         if options.eager and getattr(options, name):
             flag = name.replace("_", "-")
             raise click.UsageError(f"--eager and --{flag} exclude each other: --eager applies nothing.")

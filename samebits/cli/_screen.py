@@ -56,12 +56,13 @@ def summary(rows: Sequence[Any]) -> str:
 
     A site counts as fused when eager answered only the calls at which the two were compared.
     """
-    from samebits.gate import COMPARED
+    from samebits.gate import COMPARED, RECHECKED
 
+    both = (COMPARED, RECHECKED)
     fused = partly = 0
     reasons: Counter[str] = Counter()
     for row in rows:
-        why = {reason.removeprefix("unsupported: ") for reason in row.reasons if reason != COMPARED}
+        why = {reason.removeprefix("unsupported: ") for reason in row.reasons if reason not in both}
         reasons.update(why)
         if row.fused:
             fused, partly = (fused, partly + 1) if why else (fused + 1, partly)

@@ -37,6 +37,7 @@ class Result:
     picture: Picture | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     graphs: list[dict[str, Any]] = field(default_factory=list)
+    rechecks: dict[str, Any] | None = None
     report: Any = None
     proof: Proof | None = None
 
@@ -53,6 +54,7 @@ class Result:
             },
             "sites": self.rows,
             "cuda_graphs": self.graphs,
+            "rechecks": self.rechecks,
             "proof": None if self.proof is None else self.proof.to_json(),
         }
 
@@ -91,6 +93,12 @@ class Result:
 @click.option("--host", is_flag=True, help="On the CPU, through kernels compiled for the CPU (needs a C++ compiler).")
 @click.option("--strict", is_flag=True, help="Stop at any fault of ours instead of going on with eager's result.")
 @click.option("--cuda-graphs", is_flag=True, help="Replay the denoiser from CUDA graphs.")
+@click.option(
+    "--recheck-every",
+    type=click.IntRange(0, 10**9),
+    metavar="N",
+    help="Compare one verified call of a site in N with eager again [default: SAMEBITS_RECHECK_EVERY, else never].",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 def generate(**values: Any) -> int:
     """Paint a picture with MODEL: a hub id, a local folder, or tiny-qwen-image (the default) or tiny-z-image."""
@@ -157,13 +165,20 @@ def _run(options: Options, result: Result, arguments: dict[str, Any]) -> None:
         eager = [run(name) for name in ("eager", "eager_again")[: 2 if options.prove else int(options.eager)]]
         if options.eager:
             return
-        handle = apply(pipeline, strict=options.strict, host=options.host, cuda_graphs=options.cuda_graphs)
+        handle = apply(
+            pipeline,
+            strict=options.strict,
+            host=options.host,
+            cuda_graphs=options.cuda_graphs,
+            recheck_every=options.recheck_every,
+        )
         try:
             fused = run("fused")
         finally:
             result.report = handle.report()
             result.rows = result.report.to_json()
             result.graphs = [row.to_json() for row in result.report.graphs]
+            result.rechecks = result.report.rechecks.to_json()
             handle.remove()
         if options.prove:
             result.proof = prove(eager[0], eager[1], fused)

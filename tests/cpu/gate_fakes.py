@@ -118,13 +118,16 @@ class FakeProbe:
         yield
 
 
-def make_gate(*, strict: bool = False, probe: FakeProbe | None = None, made_up_elements: int = 0) -> Gate:
+def make_gate(
+    *, strict: bool = False, probe: FakeProbe | None = None, made_up_elements: int = 0, **options: Any
+) -> Gate:
     """A gate of its own, with kernels on any device; it compares calls alone, so that they can be counted."""
     return Gate(
         strict=strict,
         probe=probe or FakeProbe(),
         made_up_elements=made_up_elements,
         unavailable=lambda device, host: None,
+        **options,
     )
 
 

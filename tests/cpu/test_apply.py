@@ -235,6 +235,67 @@ def test_a_wrong_kernel_changes_nothing_but_the_report(strict: bool) -> None:
         assert rows["txt_norm"].fused == 2
 
 
+@pytest.mark.parametrize("every", [2, 0])
+def test_the_watch_takes_a_verdict_back_and_the_report_names_the_cause(every: int) -> None:
+    """A kernel that turns wrong after its verdict: with the watch the picture comes back, without it never does."""
+    model, inputs = qwen(), qwen_inputs()
+    expected = run(model, inputs)
+    spoilt: list[str] = []
+
+    class Turning(KernelGate):
+        def _kernel(self, op: Any) -> Any:
+            right = super()._kernel(op)
+
+            def launch(*args: Any, out: Any = None) -> Any:
+                result = right(*args, out=out)
+                if op.name in spoilt:
+                    one_ulp_up(result[0] if isinstance(result, tuple) else result)
+                return result
+
+            return launch
+
+    gate = Turning()
+    with apply(model, gate=gate, recheck_every=every) as handle:
+        for _ in range(4):
+            check_same_bits(run(model, inputs), expected)
+        rechecks = handle.report().rechecks
+        assert (rechecks.differed, rechecks.awaited, rechecks.revocations) == (0, 0, ())
+        assert (rechecks.compared > 0) is bool(every)
+        assert ("Re-checks:" in str(handle.report())) is bool(every)
+        spoilt.append("layer_norm_modulate")
+        results = [run(model, inputs) for _ in range(5)]
+        report = handle.report()
+    if not every:
+        assert not any(same_bits(result, expected) for result in results)
+        assert report.rechecks.differed == 0
+        return
+    check_same_bits(results[-1], expected)
+    signatures = {(verdict.op, verdict.signature) for verdict in gate.verdicts() if verdict.revoked}
+    found = report.rechecks.revocations
+    assert {(revocation.op, revocation.signature) for revocation in found} == signatures != set()
+    assert {revocation.op for revocation in found} == {"layer_norm_modulate"}
+    assert {revocation.site for revocation in found} <= {row.site for row in report.rows}
+    assert all("1 ulp apart" in revocation.cause for revocation in found)
+    assert report.rechecks.differed == len(found)
+    told = json.loads(json.dumps(report.rechecks.to_json()))
+    assert told["revocations"] == [vars(revocation) for revocation in found]
+    assert f"Re-checks: {report.rechecks.compared:,} verified calls compared again, {len(found)} differed." in str(
+        report
+    )
+    assert all(str(revocation) in str(report) for revocation in found)
+
+
+def test_recheck_every_is_an_option_like_the_others() -> None:
+    model = qwen()
+    with pytest.raises(ValueError, match="recheck_every must be 0"):
+        apply(model, recheck_every=-1)
+    handle = apply(model, recheck_every=10)
+    assert apply(model, recheck_every=10) is handle
+    with pytest.raises(AlreadyAppliedError, match="recheck_every=10"):
+        apply(model)
+    handle.remove()
+
+
 # Copies and stored models.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samebits.bits import Difference, compare, integer_view, ulp_distance
+from samebits.bits import Difference, compare, compare_later, integer_view, ulp_distance
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 EIGHT_BIT = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
@@ -195,3 +196,57 @@ def test_ulp_is_a_distance(a: float, b: float) -> None:
         step = torch.nextafter(torch.tensor(a), torch.tensor(b))
         nearer = ulp_distance(torch.float32, int(step.view(torch.int32).item()) & 0xFFFFFFFF, bits[1])
         assert nearer == there - 1
+
+
+# Comparisons whose answer is read later.
+
+
+@pytest.mark.parametrize("dtype", FLOATS + EIGHT_BIT + INTEGERS + [torch.bool, torch.float8_e8m0fnu], ids=str)
+def test_what_is_read_later_is_what_is_known_at_once(dtype: torch.dtype) -> None:
+    expected = values(dtype, 3, 5)
+    assert compare_later(expected.clone(), expected).read() is None
+    for actual in (flip(expected, 1, 2), flip(flip(expected, 2, 4), 0, 3), flip(expected.t(), 2, 1)):
+        reference = expected if actual.shape == expected.shape else expected.t()
+        at_once, later = found(actual, reference), compare_later(actual, reference).read()
+        assert later is not None
+        assert repr(dataclasses.replace(at_once, max_ulp=None)) == repr(later)
+
+
+def test_complex_elements_are_named_with_the_part_that_differs() -> None:
+    expected = torch.arange(6).to(torch.complex64).reshape(2, 3)
+    actual = expected.clone()
+    torch.view_as_real(actual)[1, 2, 1] = 0.5
+    difference = compare_later(actual, expected).read()
+    assert difference is not None
+    assert (difference.index, difference.actual, difference.expected) == ((1, 2, 1), 0.5, 0.0)
+    assert (difference.differing, difference.total) == (1, 12)
+
+
+def test_outputs_are_read_in_order_and_layouts_are_compared_at_once() -> None:
+    x = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    y = x.bfloat16()
+    assert compare_later((x.clone(), y.clone()), (x, y)).read() is None
+    difference = compare_later((x.clone(), flip(y, 2, 3)), (x, y)).read()
+    assert difference is not None
+    assert (difference.output, difference.index) == (1, (2, 3))
+    for actual, expected in (
+        (x, (x,)),
+        ((x,), (x, x)),
+        (x.double(), x),
+        (x.t().contiguous().t(), x),
+        (x.to("meta"), x),
+        ((x, y.reshape(4, 3)), (x, y)),
+    ):
+        assert compare_later(actual, expected).read() == compare(actual, expected) is not None
+    assert compare_later((), ()).read() is None
+    assert compare_later(x[:0], x[:0]).read() is None
+
+
+def test_what_is_written_after_the_comparison_does_not_count() -> None:
+    x = torch.zeros(4)
+    actual = torch.ones(4)
+    later = compare_later(actual, x)
+    actual.zero_()
+    difference = later.read()
+    assert difference is not None
+    assert (difference.differing, difference.actual, difference.expected) == (4, 1.0, 0.0)

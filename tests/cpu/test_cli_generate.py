@@ -20,7 +20,9 @@ from PIL import Image
 
 import samebits.apply  # noqa: F401  # so that its module can be found and patched below
 from samebits import tiny
+from samebits.apply import Rechecks
 from samebits.cli import _output, main
+from samebits.gate import Revocation
 
 QUICK = ["--size", "64x64", "--steps", "2", "--device", "cpu"]
 
@@ -58,6 +60,8 @@ class FakeHandle:
 
     def __init__(self, fused: int = 2, reasons: dict[str, int] | None = None) -> None:
         self.removed = 0
+        self.recheck_every: int | None = None
+        self.rechecks = Rechecks()
         self.row = SimpleNamespace(
             site="norm_out", op="layer_norm_modulate", fused=fused, eager=0, reasons=reasons or {}
         )
@@ -65,7 +69,11 @@ class FakeHandle:
     def report(self) -> Any:
         rows = [self.row]
         return SimpleNamespace(
-            rows=rows, graphs=(), to_json=lambda: [dict(vars(row)) for row in rows], __str__=lambda: "table"
+            rows=rows,
+            graphs=(),
+            rechecks=self.rechecks,
+            to_json=lambda: [dict(vars(row)) for row in rows],
+            __str__=lambda: "table",
         )
 
     def remove(self) -> None:
@@ -83,7 +91,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Any = None, handle: FakeHandl
     """Put ``apply`` aside: the fused run is an eager run on whose denoiser ``change(pipeline)`` was let loose."""
     handle = handle or FakeHandle()
 
-    def apply(pipeline: DiffusionPipeline, *, strict: bool, host: bool, cuda_graphs: bool) -> FakeHandle:
+    def apply(
+        pipeline: DiffusionPipeline, *, strict: bool, host: bool, cuda_graphs: bool, recheck_every: int | None
+    ) -> FakeHandle:
+        handle.recheck_every = recheck_every
         if change is not None:
             hook = change(pipeline)
             remove = handle.remove
@@ -138,7 +149,17 @@ def test_a_picture_with_its_report(tmp_path: Path, model: str, built: dict[str, 
 @pytest.mark.parametrize("model", tiny.NAMES)
 def test_the_json_is_what_the_documentation_says(tmp_path: Path, model: str) -> None:
     found = invoke_json(model, *QUICK, "--prove", "-o", "fox.png")
-    assert list(found) == ["model", "device", "output", "seconds", "sha256", "sites", "cuda_graphs", "proof"]
+    assert list(found) == [
+        "model",
+        "device",
+        "output",
+        "seconds",
+        "sha256",
+        "sites",
+        "cuda_graphs",
+        "rechecks",
+        "proof",
+    ]
     assert (found["model"], found["device"], found["output"]) == (model, "cpu", "fox.png")
     assert set(found["seconds"]) == {"load", "eager", "eager_again", "fused"}
     assert all(isinstance(value, float) for value in found["seconds"].values())
@@ -152,6 +173,33 @@ def test_the_json_is_what_the_documentation_says(tmp_path: Path, model: str) -> 
         assert "on the CPU" in next(iter(site["reasons"]))
         assert sum(site["reasons"].values()) == site["eager"] > 0
     assert found["proof"] == {"equal": True, "void": False, "steps": 2, "first_difference": None}
+    assert found["rechecks"] == {"compared": 0, "differed": 0, "awaited": 0, "revocations": []}
+
+
+def test_recheck_every_reaches_apply_and_what_it_found_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = plant(monkeypatch)
+    found = Revocation("norm_out", "layer_norm_modulate", "x: bfloat16[1, 2, 64] cpu", "1 of 128 elements differ")
+    handle.rechecks = Rechecks(5, 1, 0, (found,))
+    rechecks = invoke_json("tiny-z-image", *QUICK, "--recheck-every", "3", "-o", "fox.png")["rechecks"]
+    assert handle.recheck_every == 3
+    assert rechecks == {"compared": 5, "differed": 1, "awaited": 0, "revocations": [vars(found)]}
+    invoke_json("tiny-z-image", *QUICK, "-o", "fox2.png")
+    assert handle.recheck_every is None
+    assert invoke_json("tiny-z-image", *QUICK, "--eager", "-o", "fox3.png")["rechecks"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--recheck-every", "-1"], "Invalid value for '--recheck-every': -1 is not in the range"),
+        (["--recheck-every", "often"], "'often' is not a valid integer range"),
+        (["--recheck-every", "3", "--eager"], "--eager and --recheck-every exclude each other"),
+    ],
+)
+def test_a_wrong_recheck_every_is_one_line_and_exit_code_2(arguments: list[str], sentence: str) -> None:
+    done = invoke("tiny-z-image", *QUICK, *arguments)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
 
 
 def test_the_same_seed_gives_the_same_hashes_and_another_seed_others() -> None:
@@ -266,7 +314,7 @@ def test_strict_and_host_reach_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     invoke_json(*QUICK, "-o", "a.png", "--strict")
     invoke_json("--size", "64x64", "--steps", "2", "-o", "b.png", "--host")
     invoke_json("--size", "64x64", "--steps", "2", "-o", "c.png", "--cuda-graphs")
-    off = {"strict": False, "host": False, "cuda_graphs": False}
+    off = {"strict": False, "host": False, "cuda_graphs": False, "recheck_every": None}
     assert asked == [off | {"strict": True}, off | {"host": True}, off | {"cuda_graphs": True}]
 
 

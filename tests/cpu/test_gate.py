@@ -11,7 +11,7 @@ from gate_fakes import FakeKernel, chain, fill_right, fill_zeros, inputs, make_g
 from torch import Tensor
 
 from samebits.bits import compare
-from samebits.gate import COMPARED, FULL, KILLED, Gate, State
+from samebits.gate import COMPARED, KILLED, Gate, State
 from samebits.ops._op import Args
 
 
@@ -177,16 +177,6 @@ def test_other_arguments_are_named() -> None:
     assert list(site.counters.reasons) == ["argument 1 is a builtins.list, neither a tensor nor a scalar"]
     site(1, 2, 0.5)
     assert "unsupported: no argument is a tensor" in site.counters.reasons
-
-
-def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("samebits.verdict.SIGNATURE_LIMIT", 3)
-    gate, kernel = make_gate(), FakeKernel()
-    site = gate.site("s", kernel.op())
-    for rows in (1, 2, 3, 4, 5, 3):
-        site(*inputs(rows))
-    assert len(gate.verdicts()) == 3
-    assert (site.counters.fused, site.counters.reasons[FULL]) == (1, 2)
 
 
 def test_reasons_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

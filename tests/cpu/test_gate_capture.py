@@ -176,6 +176,27 @@ def test_autocast_of_another_device_does_not_reach_a_pending_comparison() -> Non
     assert gate.verdicts()[0].state is State.VERIFIED
 
 
+def test_a_pending_signature_waits_for_the_determinism_flag_it_was_met_with() -> None:
+    """Eager may choose another kernel under the flag: what is compared without it says nothing about it."""
+    probe, kernel = FakeProbe(), FakeKernel()
+    gate = make_gate(probe=probe)
+    site, other = gate.site("s", kernel.op()), gate.site("other", FakeKernel().op())
+    torch.use_deterministic_algorithms(True)
+    try:
+        probe.capturing_here = True
+        site(*inputs())
+        probe.capturing_here = False
+        torch.use_deterministic_algorithms(False)
+        other(*inputs())
+        assert (len(gate.pending), kernel.launches) == (1, 0)
+        torch.use_deterministic_algorithms(True)
+        other(*inputs())
+        assert (len(gate.pending), kernel.launches) == (0, 1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert gate.verdicts()[0].signature.endswith("eps=0.125, deterministic algorithms")
+
+
 def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samebits.gate.PENDING_LIMIT", 2)
     probe, kernel = FakeProbe(), FakeKernel()

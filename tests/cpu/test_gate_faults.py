@@ -343,7 +343,7 @@ def test_a_recheck_revokes_when_the_reference_is_swapped() -> None:
     assert compare(result, summed(-1)(*args)) is None
     verdict = only(gate)
     assert (verdict.state, verdict.revoked) == (State.REFUSED, True)
-    assert verdict.cause.startswith("revoked by a re-check, it was verified before: ")
+    assert verdict.cause.startswith("revoked by a re-check at t, it was verified before: ")
     assert "elements differ, first at [" in verdict.cause
     assert compare(site(*args), summed(-1)(*args)) is None
     assert kernel.verified_launches == 1

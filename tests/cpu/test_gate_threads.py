@@ -172,6 +172,60 @@ def test_pending_signatures_are_compared_once_by_many_threads() -> None:
     assert kernel.launches == 8
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_recheck_that_is_asked_for_during_a_comparison_is_not_lost(asked: bool) -> None:
+    """The comparison began before: what the reference became since then is only seen by another one."""
+    gate, kernel = make_gate(), FakeKernel()
+    site, args = gate.site("s", kernel.op()), inputs()
+    inside, done = threading.Event(), threading.Event()
+
+    def slow(args: Args, outputs: tuple[Tensor, ...]) -> None:
+        fill_right(args, outputs)
+        inside.set()
+        assert done.wait(30)
+
+    kernel.fill = slow
+
+    def swapped(x: Tensor, scale: Tensor, eps: float, shift: Tensor | None = None) -> Tensor:
+        return chain(x, scale, 2 * eps, shift)
+
+    def swap() -> None:
+        assert inside.wait(30)
+        kernel.reference = swapped
+        assert not asked or gate.recheck() == 1
+        kernel.fill = fill_right
+        done.set()
+
+    together(lambda: site(*args), swap)
+    assert only(gate).state is State.VERIFIED
+    with torch.no_grad():
+        result = site(*args)
+    if not asked:  # The control: nobody looks again by itself.
+        assert compare(result, chain(*args)) is None
+        return
+    assert compare(result, swapped(*args)) is None
+    verdict = only(gate)
+    assert (verdict.state, verdict.verifications, verdict.revoked) == (State.REFUSED, 2, True)
+
+
+def test_a_recheck_during_a_recheck_is_not_lost_either() -> None:
+    gate, kernel = make_gate(), FakeKernel()
+    site, args = gate.site("s", kernel.op()), inputs()
+    asked: list[int] = []
+
+    def fill(args: Args, outputs: tuple[Tensor, ...]) -> None:
+        fill_right(args, outputs)
+        if len(asked) < 3:
+            asked.append(gate.recheck())
+
+    kernel.fill = fill
+    with torch.no_grad():
+        for _ in range(5):
+            assert compare(site(*args), chain(*args)) is None
+    assert asked == [1, 1, 1]
+    assert (only(gate).verifications, site.counters.fused) == (4, 1)
+
+
 def test_rechecks_and_switching_off_while_threads_call() -> None:
     gate, kernel = make_gate(), FakeKernel()
     site, args = gate.site("s", kernel.op()), inputs(2, 1)

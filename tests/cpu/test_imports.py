@@ -41,7 +41,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
 # Rooms that are several files rather than a folder.
-PART_OF = {"site": "gate", "verdict": "gate", "verify": "gate", "signature": "gate"}
+PART_OF = {"site": "gate", "verdict": "gate", "verify": "gate", "signature": "gate", "guess": "gate", "watch": "gate"}
 
 # Arrows that the floors would allow and the design does not.
 FORBIDDEN = {

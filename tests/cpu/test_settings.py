@@ -37,6 +37,17 @@ def test_a_misspelt_kill_switch_is_an_error() -> None:
     assert isinstance(caught.value, ValueError)
 
 
+@pytest.mark.parametrize(("value", "calls"), [("", 0), ("0", 0), ("off", 0), ("1", 1), (" 5000 ", 5000)])
+def test_recheck_every(value: str, calls: int) -> None:
+    assert Settings.from_environ({"SAMEBITS_RECHECK_EVERY": value}).recheck_every == calls
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "often", "yes", "1" * 30, "²"])
+def test_a_number_of_calls_that_is_none_is_an_error(value: str) -> None:
+    with pytest.raises(SettingsError, match=r"SAMEBITS_RECHECK_EVERY=.*expected a whole number of calls"):
+        Settings.from_environ({"SAMEBITS_RECHECK_EVERY": value})
+
+
 def test_cache_dir_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Settings.from_environ({"SAMEBITS_CACHE_DIR": "here"}).cache_dir == tmp_path / "here"
