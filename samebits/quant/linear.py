@@ -159,6 +159,38 @@ class Fp8Linear(QuantizedLinear):
         }
         super().__init__(in_features, out_features, bias, buffers, device, dtype)
 
+    @classmethod
+    def of(cls, linear: nn.Linear, input_scale: float | None = None, *, per_channel: bool = False) -> Fp8Linear:
+        """Quantise a plain linear: each scale takes the largest magnitude that it stands for to 448.
+
+        Parameters
+        ----------
+        linear : torch.nn.Linear
+            Stays as it is.
+        input_scale : float, optional
+            The largest magnitude that inputs have, divided by 448. By default it is found from each input.
+        per_channel : bool
+            One scale for each row of the weight.
+        """
+        weight = linear.weight.detach()
+        made = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            static=input_scale is not None,
+            per_channel=per_channel,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        scale = dynamic_scale(weight, per_channel)
+        made.weight.copy_(quantize_fp8(weight, scale).view(torch.uint8))
+        made.weight_scale.copy_(scale.flatten() if per_channel else scale)
+        if made.input_scale is not None:
+            made.input_scale.fill_(input_scale)  # type: ignore[arg-type]
+        if linear.bias is not None:
+            made.bias.data.copy_(linear.bias.detach())
+        return made
+
     @property
     def per_token(self) -> bool:
         """Whether every token of an input gets a scale of its own."""

@@ -1,7 +1,7 @@
-"""NVFP4: packing, scales and their order in memory against a decoder of its own; the GPU's product is made from that.
+"""NVFP4: packing, scales and their order in memory against a decoder of its own.
 
-The native path runs on GPUs that we do not have. Here everything that it hands to ``torch._scaled_mm`` is decoded again,
-by the rules that cuBLAS documents, and multiplied.
+The native path runs on GPUs that we do not have. Here everything that goes to ``torch._scaled_mm`` is decoded again, by
+the rules that cuBLAS documents, and multiplied.
 """
 
 from __future__ import annotations

@@ -299,6 +299,24 @@ def test_weights_of_another_kind_are_not_cast_into_it() -> None:
     assert torch.equal(linear.weight, before)
 
 
+@pytest.mark.parametrize(("static", "per_channel"), KINDS)
+def test_a_plain_linear_can_be_quantised(static: bool, per_channel: bool) -> None:
+    plain = nn.Linear(64, 48, dtype=BF16).requires_grad_(False)
+    before = plain.weight.clone()
+    linear = Fp8Linear.of(plain, 4.0 / 448 if static else None, per_channel=per_channel)
+    assert torch.equal(plain.weight, before)
+    assert torch.equal(linear.bias, plain.bias)
+    table = torch.tensor([e4m3(byte) for byte in range(256)])
+    scales = linear.weight_scale.reshape(-1, 1)
+    numbers = table[linear.weight.long()]
+    largest = numbers.abs().amax(dim=1) if per_channel else numbers.abs().max()
+    assert bool((largest == 448).all())
+    off = (numbers * scales - plain.weight.float()).abs()
+    assert bool((off <= (plain.weight.float().abs() / 16).maximum(scales * 2.0**-10) * 1.01).all())
+    x = torch.randn(5, 64, dtype=BF16)
+    assert float((linear(x) - plain(x)).norm() / plain(x).norm()) < 0.06
+
+
 def test_the_repr_says_what_it_is_and_how_it_runs() -> None:
     assert "static, reference path of the same values: cpu has no FP8 tensor cores" in repr(made(32, 16))
     assert "weights per channel, inputs per token" in repr(made(32, 16, static=False, per_channel=True))
