@@ -6,7 +6,7 @@ even one in the low half. The scale of 16 columns is a positive ``float8_e4m3fn`
 How an activation is quantised on the way in, all in fp32:
 
 =========================================== ==========================================================================
-``t = amax(|x|) / 6``                       of 16 columns; one rounding
+``t = amax(|x|) * fp32(1 / 6)``             of 16 columns; one rounding
 ``s = float8_e4m3fn(clamp(t * (1 / g)))``   ``g`` is the tensor's scale; clamped to [2^-9, 448], ties to even
 ``v = x * (1 / (s * g))``                   each step rounded once
 ``E2M1(v)``                                 nearest, ties to the even code; beyond 6 is 6; NaN is 6 with x's sign
@@ -70,7 +70,7 @@ def quantize(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
         ``(M, K / 2)`` uint8 and ``(M, K / 16)`` float8_e4m3fn, both contiguous.
     """
     groups = x.float().reshape(x.shape[0], -1, GROUP)
-    wanted = groups.abs().amax(dim=-1) / _LARGEST_E2M1
+    wanted = groups.abs().amax(dim=-1) * (1.0 / _LARGEST_E2M1)
     scales = (wanted * input_scale.reciprocal()).clamp(_SMALLEST_SCALE, LARGEST).to(FP8)
     values = (groups * (scales.float() * input_scale).reciprocal().unsqueeze(-1)).flatten(-2)
     size = values.abs()

@@ -55,7 +55,9 @@ class QuantizedInput:
 
 
 def dynamic_scale(x: Tensor, per_token: bool) -> Tensor:
-    """The scale that takes the largest magnitude of ``x`` to 448: ``max(amax / 448, SMALLEST_SCALE)`` in fp32.
+    """The scale that takes the largest magnitude of ``x`` to 448: ``max(amax * fp32(1 / 448), SMALLEST_SCALE)``.
+
+    A product and no division: dividing by a Python number is a product on a GPU and a division on a CPU.
 
     Parameters
     ----------
@@ -68,4 +70,4 @@ def dynamic_scale(x: Tensor, per_token: bool) -> Tensor:
     if not x.numel():
         return x.new_full((*x.shape[:-1], 1) if per_token else (), SMALLEST_SCALE, dtype=torch.float32)
     largest = x.abs().amax(dim=-1, keepdim=True) if per_token else x.abs().amax()
-    return (largest.float() / LARGEST).clamp(min=SMALLEST_SCALE)
+    return (largest.float() * (1.0 / LARGEST)).clamp(min=SMALLEST_SCALE)

@@ -60,9 +60,10 @@ def fp8_native(
 
     Notes
     -----
-    Scales of the whole tensor go to cuBLAS, one scale a row to CUTLASS, which writes bf16 alone: for another dtype,
-    the plain sums come out in fp32 and are scaled, added to and rounded here. An fp32 result takes its bias here too,
-    because cuBLAS does not.
+    The scales must be both of the whole tensor or both of a row. Not every GPU and release writes another dtype than
+    bf16 under scales of a row: for another one the plain sums come out in fp32 and are scaled, added to and rounded
+    here. So is a bias under an fp32 result, which ``torch._scaled_mm`` refuses. The memory of ``values`` and ``weight``
+    must start at a multiple of 16 bytes.
     """
     by_row = scale.ndim > 0 or weight_scale.ndim > 0
     if by_row and dtype != torch.bfloat16:

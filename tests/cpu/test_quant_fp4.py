@@ -37,7 +37,7 @@ def quantised(x: Tensor, scale: float) -> tuple[np.ndarray, np.ndarray]:
     g = np.float32(scale)
     groups = x.float().numpy().reshape(x.shape[0], -1, 16)
     largest = np.abs(groups).max(axis=-1)
-    wanted = np.clip((largest / np.float32(6)) * (np.float32(1) / g), np.float32(2.0**-9), np.float32(448))
+    wanted = np.clip((largest * np.float32(1 / 6)) * (np.float32(1) / g), np.float32(2.0**-9), np.float32(448))
     scales = nearest(wanted)
     inverse = np.float32(1) / (E4M3[scales].astype(np.float32) * g)
     values = (groups * inverse[..., None]).reshape(x.shape)
