@@ -88,7 +88,7 @@ class QuantizedLinear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _note(self, device: torch.device) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self._ran_on != device:
             self.__dict__["_ran_on"] = device
 
     def without_bias(self, x: Any) -> Tensor:
