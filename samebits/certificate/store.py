@@ -56,10 +56,12 @@ class CertificateStore:
     def __init__(self, folder: Path, environment: Environment | Callable[[], Environment]) -> None:
         self.folder = folder
         self._environment = environment
-        self._lock = threading.RLock()
-        self._writing = threading.Lock()
+        self.problem: str | None = None
+        """The line that was said about what went wrong first, or ``None`` while all is well."""
+        # Reentrant, because a signal handler may come here while its thread is in one of them.
+        self._lock, self._writing = threading.RLock(), threading.RLock()
+        self._flushing = False
         self._by_environment: dict[str, _Verdicts] = {}
-        self._told = False
         _stores.add(self)
 
     def get(self, op: str, source: str, signature: str) -> StoredVerdict | None:
@@ -89,6 +91,16 @@ class CertificateStore:
         except Exception as error:
             self._say(f"a verdict is not kept: {_cause(error)}")
 
+    def verdicts(self) -> list[StoredVerdict]:
+        """Return everything that :meth:`get` would find in the environment as it is now."""
+        try:
+            with self._lock:
+                verdicts = self._here()
+                return list((verdicts.known | verdicts.new).values())
+        except Exception as error:
+            self._say(f"no stored verdict is used: {_cause(error)}")
+            return []
+
     def flush(self) -> None:
         """Write what was put: merged with what other processes wrote, whole or not at all. Never raises.
 
@@ -98,13 +110,19 @@ class CertificateStore:
             waiting = [(verdicts, dict(verdicts.new)) for verdicts in self._by_environment.values() if verdicts.new]
         if not waiting:
             return
-        try:
-            with self._writing, files.opened(self.folder, create=True) as descriptor, files.locked(self.folder):
-                for verdicts, new in waiting:
-                    self._write(descriptor, verdicts, new)
-                files.prune(descriptor)
-        except Exception as error:
-            self._say(f"verdicts could not be kept: {_cause(error)}. The next process finds them out again")
+        with self._writing:
+            if self._flushing:  # This is a signal handler, and its thread is at it.
+                return
+            self._flushing = True
+            try:
+                with files.opened(self.folder, create=True) as descriptor, files.locked(self.folder):
+                    for verdicts, new in waiting:
+                        self._write(descriptor, verdicts, new)
+                    files.prune(descriptor)
+            except Exception as error:
+                self._say(f"verdicts could not be kept: {_cause(error)}. The next process finds them out again")
+            finally:
+                self._flushing = False
 
     def _write(self, descriptor: int, verdicts: _Verdicts, new: dict[Key, StoredVerdict]) -> None:
         found = self._read(descriptor, verdicts)
@@ -149,13 +167,13 @@ class CertificateStore:
 
     def _say(self, text: str) -> None:
         """Warn once; what goes wrong after that has the same root, or is not worth a second line."""
-        level = logging.DEBUG if self._told else logging.WARNING
-        self._told = True
-        _log.log(level, "samebits: %s", " ".join(f"{text}.".replace("..", ".").split()))
+        line = " ".join(f"{text}.".replace("..", ".").split())
+        _log.log(logging.WARNING if self.problem is None else logging.DEBUG, "samebits: %s", line)
+        self.problem = self.problem or line
 
     def after_fork(self) -> None:
         """Make this store usable in a forked child: whoever held a lock stayed in the parent, who writes its own."""
-        self._lock, self._writing = threading.RLock(), threading.Lock()
+        self._lock, self._writing, self._flushing = threading.RLock(), threading.RLock(), False
         for verdicts in self._by_environment.values():
             verdicts.known |= verdicts.new
             verdicts.new.clear()

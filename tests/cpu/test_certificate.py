@@ -91,6 +91,16 @@ def test_what_was_put_is_there_in_the_next_process(folder: Path) -> None:
     assert ask(later, "z") is None
 
 
+def test_everything_that_is_known_can_be_listed(folder: Path) -> None:
+    stored(folder, verdict("a"), verdict("b"))
+    store = CertificateStore(folder, ENVIRONMENT)
+    store.put(verdict("b", "refused"))
+    store.put(verdict("c"))
+    assert {one.signature: one.state for one in store.verdicts()} == {"a": "verified", "b": "refused", "c": "verified"}
+    assert store.problem is None
+    assert CertificateStore(folder, OTHER).verdicts() == []
+
+
 def test_put_counts_at_once_and_is_on_the_disk_only_after_flush(folder: Path) -> None:
     store = CertificateStore(folder, ENVIRONMENT)
     assert ask(store) is None
@@ -358,8 +368,11 @@ def assert_ignored_with_one_line(folder: Path, caplog: pytest.LogCaptureFixture,
     assert ask(store, "another") is None
     store.put(verdict("new"))
     assert ask(store, "new") is not None
+    assert [one.signature for one in store.verdicts()] == ["new"]
     store.flush()
     store.flush()
+    assert store.problem is not None
+    assert line in store.problem
     warned = [message.getMessage() for message in caplog.records if message.levelno >= logging.WARNING]
     assert len(warned) == 1, warned
     assert line in warned[0]

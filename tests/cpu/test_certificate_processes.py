@@ -299,6 +299,36 @@ def test_a_forked_child_works_while_its_parent_holds_every_lock(folder: Path) ->
     assert signatures(folder) == {"the child's", "the parent's"}
 
 
+def test_a_signal_handler_that_flushes_in_the_middle_of_a_flush_waits_for_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CertificateStore(folder, ENVIRONMENT)
+    store.put(StoredVerdict("qk_norm", "0", "x", "verified"))
+    real = files.write
+
+    def interrupted(descriptor: int, name: str, data: bytes) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        real(descriptor, name, data)
+
+    def handler(number: int, frame: Any) -> None:
+        store.put(StoredVerdict("qk_norm", "0", "y", "verified"))
+        store.flush()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    monkeypatch.setattr(files, "write", interrupted)
+    begun = time.monotonic()
+    try:
+        store.flush()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        monkeypatch.undo()
+    assert time.monotonic() - begun < files.LOCK_TIMEOUT_S / 2
+    assert not caplog.records
+    assert signatures(folder) == {"x"}
+    store.flush()
+    assert signatures(folder) == {"x", "y"}
+
+
 @pytest.mark.parametrize("threads", [8])
 def test_many_threads_share_a_store(folder: Path, threads: int) -> None:
     import threading

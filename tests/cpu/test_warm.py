@@ -327,6 +327,8 @@ def test_on_a_cpu_nothing_is_verified_and_it_says_why(cache: Path) -> None:
     assert sum(row["unsupported"] for row in found["ops"]) == found["reasons"][0]["signatures"] == 13
 
 
+@pytest.mark.host
+@pytest.mark.slow
 @pytest.mark.skipif(jit.unavailable(torch.device("cpu"), host=True) is not None, reason="no C++ compiler")
 def test_with_the_kernels_of_the_cpu(cache: Path) -> None:
     done = run(Z_IMAGE, *QUICK, "--guidance", "0", "--host", "--json")
