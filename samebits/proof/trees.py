@@ -33,6 +33,7 @@ HEADS = (32, 40, 64, 72, 120, 128, 136, 248, 256)
 QUICK_HEADS = (64, 72, 128, 256)
 MOMENT_WIDTHS = (4, 128, 516, 1000, 3072, 3840, 3844, 8192, 16384)
 QUICK_MOMENT_WIDTHS = (128, 1000, 3072)
+UNALIGNED_WIDTHS = (128, 3840)
 WIDEST = 16384
 PICTURED = (128, 256, 3072, 3840, 8192)
 """Widths whose trees are drawn."""
@@ -432,7 +433,7 @@ class _GpuWork(_Work):
         yield "eager's means of full rows", lambda: [self.ask_eager(ROW_SUM, at) for at in geometries]
         yield "eager's means on both sides of each threshold", lambda: [self.ask_eager(ROW_SUM, at) for at in edges]
         offsets = [
-            Geometry(rows, width, FP32, shift) for rows in (1, 16) for width in (128, 3840) for shift in (1, 2, 3)
+            Geometry(rows, width, FP32, shift) for rows in (1, 16) for width in UNALIGNED_WIDTHS for shift in (1, 2, 3)
         ]
         yield "eager's means of unaligned rows", lambda: [self.ask_eager(ROW_SUM, at) for at in offsets]
         for dtype in (BF16, FP16, FP32):

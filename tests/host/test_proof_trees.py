@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from aten_emulator import aten_moments
+from aten_emulator import aten_mean_square, aten_moments, aten_sum, mean_factor, reduce_plan
+from torch import Tensor
 
 from samebits.ops import OPS, by_name
 from samebits.proof import trees, welford
@@ -104,3 +105,72 @@ def test_two_emulators_of_layer_norm_agree(width: int) -> None:
         ours, theirs = welford.moments(x.float()), aten_moments(x.float().numpy())
         for one, other in zip(ours, theirs, strict=True):
             assert np.array_equal(one.numpy(), other, equal_nan=True), name
+
+
+# --- what runs on a GPU, with the emulator in eager's place -----------------------------------------------------------
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The proof as on a GPU, on few geometries; ATen's CUDA kernels are the numpy emulator's."""
+
+    def mean(x: Tensor) -> Tensor:
+        rows, width = x.shape
+        shift = x.data_ptr() % 16 // x.element_size()
+        total = aten_sum(x.float().numpy(), reduce_plan(rows, width, 8 * x.element_size()), shift)
+        return (torch.from_numpy(total) * torch.tensor(float(mean_factor(rows, width)))).to(x.dtype)
+
+    def root(x: Tensor) -> Tensor:
+        return torch.from_numpy(1 / np.sqrt(aten_mean_square(x.float().numpy())).astype(np.float32))
+
+    def layer_norm(x: Tensor, shape: list[int], weight: None, bias: None, eps: float) -> tuple[Tensor, ...]:
+        average, variance = (torch.from_numpy(part) for part in aten_moments(x.float().numpy()))
+        rstd = welford.rsqrt(variance + torch.tensor(eps))
+        return (rstd[:, None] * (x.float() - average[:, None])).to(x.dtype), average[:, None], rstd[:, None]
+
+    real = trees.thresholds
+    monkeypatch.setattr(trees, "_CpuWork", trees._GpuWork)
+    monkeypatch.setattr(trees, "ROWS", (5, 16))
+    monkeypatch.setattr(trees, "QUICK_WIDTHS", (256,))
+    monkeypatch.setattr(trees, "QUICK_HEADS", (128,))
+    monkeypatch.setattr(trees, "QUICK_MOMENT_WIDTHS", (516,))
+    monkeypatch.setattr(trees, "KERNEL_ROWS", 256)
+    monkeypatch.setattr(trees, "thresholds", lambda least: real(least, 132))
+    monkeypatch.setattr(trees, "UNALIGNED_WIDTHS", (128,))
+    monkeypatch.setattr(trees.planner, "mean", mean)
+    monkeypatch.setattr(trees.planner, "reciprocal_root", root)
+    monkeypatch.setattr(torch, "native_layer_norm", layer_norm)
+    return monkeypatch
+
+
+@pytest.mark.slow
+def test_on_a_gpu_both_sides_are_proved(emulated: pytest.MonkeyPatch) -> None:
+    proof = prove_trees(OPS, CPU, quick=True)
+    assert [row for row in proof.rows if row["differ"] or "error" in row] == []
+    steps = {(row["op"], row["step"]) for row in proof.rows}
+    for step in ("mean: eager's order of summation", "sum of squares: the kernel's order of summation"):
+        assert ("rms_norm_scale", step) in steps
+    for what in ("mean over heads", "mean over heads in half", "F.rms_norm over heads"):
+        for side in ("eager", "the kernel"):
+            assert ("qk_norm_rope", f"{what}: {side}'s order of summation") in steps
+    assert ("layer_norm_modulate", "LayerNorm's mean and rstd and result: eager") in steps
+    assert any("unaligned" in step for _, step in steps)
+    assert [name for name, caught in proof.controls if not caught] == []
+    assert len(proof.controls) == 13
+    assert {one.method for one in proof.findings} == {trees.RECOVERED, trees.CONFIRMED}
+    assert {one.rows for one in proof.findings} >= {5, 16}
+    titles = [title for title, _ in proof.pictures]
+    assert any(title.startswith("eager and kernel: mean of 5 rows of 256 float32") for title in titles)
+
+
+@pytest.mark.slow
+def test_an_eager_of_another_order_is_found_and_drawn(emulated: pytest.MonkeyPatch) -> None:
+    right = trees.planner.mean
+    # What a release would do whose blocks count rows otherwise.
+    emulated.setattr(trees.planner, "mean", lambda x: right(x.repeat(8, 1))[: len(x)])
+    proof = prove_trees([by_name("rms_norm_scale")], CPU, quick=True)
+    eager = [row for row in proof.rows if row["step"] == "mean: eager's order of summation"]
+    assert sum(row["differ"] for row in eager) > 0
+    assert "added up by themselves in one tree and not in the other" in eager[0]["first"]
+    assert any("not the planned tree" in title for title, _ in proof.pictures)
+    assert all(not row["differ"] for row in proof.rows if "the kernel" in row["step"])
