@@ -30,7 +30,7 @@ RECORDED = frozenset({("2.11.0", 9)})
 """Versions of torch, with the major compute capability, on which `samebits prove` found eager's trees to be those
 planned."""
 
-SAMPLED_ADDITIONS = 1024
+SAMPLED_ADDITIONS = 512
 """About how many additions of a row, at most, an unrecorded version is asked. Every size of addition is among them."""
 
 
@@ -182,7 +182,7 @@ def why_no_plan(rows: int, width: int, dtype: torch.dtype, device: torch.device)
     """Say why no kernel has the order in which eager's ``mean(-1)`` sums here, or return ``None``.
 
     Where the version of torch or the architecture is not in :data:`RECORDED`, eager is asked on the device, once per
-    process and geometry: a thousand means at most, some ten milliseconds.
+    process and geometry: some six hundred means at most, a few milliseconds to some tens of them.
 
     Parameters
     ----------
@@ -207,14 +207,12 @@ def why_no_rms_norm_plan(width: int, dtype: torch.dtype, device: torch.device) -
 def _asked_once(ask: _Question, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> str | None:
     if device.type != "cuda" or _recorded(device):
         return None
-    captures = capture.default_probe()
-    if captures.here(device) or captures.anywhere():
-        return (
-            "the order of eager's sums was never recorded for this torch, and cannot be probed during a graph capture"
-        )
     index = torch.cuda.current_device() if device.index is None else device.index
     key = (ask, index, rows, width, dtype)
     if key not in _found:
+        captures = capture.default_probe()
+        if captures.here(device) or captures.anywhere():
+            return "eager's order of summation was never recorded for this torch, and a graph is being captured now"
         with torch.no_grad():
             _found[key] = ask(rows, width, dtype, torch.device("cuda", index))
     return _found[key]

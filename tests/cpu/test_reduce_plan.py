@@ -250,7 +250,7 @@ def test_nothing_is_asked_in_a_capture_and_nothing_remembered(unrecorded: Any) -
     calls = sums_as(unrecorded, CURRENT)
     probe = _reduce_plan.capture.default_probe()
     probe.capturing = True  # type: ignore[attr-defined]
-    assert "graph capture" in str(why_no_plan(16, 256, FP32, GPU))
+    assert "a graph is being captured" in str(why_no_plan(16, 256, FP32, GPU))
     assert not calls
     probe.capturing = False  # type: ignore[attr-defined]
     assert why_no_plan(16, 256, FP32, GPU) is None

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 RMS, QK = by_name("rms_norm_scale"), by_name("qk_norm")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ASKING_MS = 100
+"""Most of it is spent on writing down the tree, not on the GPU."""
 
 
 def test_eagers_trees_are_the_planned_ones_and_the_kernels_are(device: torch.device) -> None:
@@ -37,7 +38,7 @@ def unrecorded(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(("rows", "width"), [(4224, 3840), (16, 3072), (8, 3840), (1, 3840), (135168, 128), (1, 12288)])
+@pytest.mark.parametrize(("rows", "width"), [(4224, 3840), (16, 3072), (8, 3840), (1, 3840), (135168, 128), (1, 8192)])
 def test_an_unrecorded_version_is_asked_once_and_quickly(
     unrecorded: pytest.MonkeyPatch, device: torch.device, rows: int, width: int
 ) -> None:
@@ -87,5 +88,5 @@ def test_nothing_is_asked_in_a_capture(unrecorded: pytest.MonkeyPatch, device: t
     with torch.cuda.graph(graph):
         x += 1  # torch warns of a graph of nothing
         reason = why_no_plan(16, 3072, FP32, device)
-    assert "cannot be probed during a graph capture" in str(reason)
+    assert "a graph is being captured now" in str(reason)
     assert why_no_plan(16, 3072, FP32, device) is None
