@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
@@ -90,10 +92,31 @@ class Runtime:
         return stream
 
 
-@cache
+_making = threading.Lock()
+
+
 def runtime() -> Runtime:
-    """The one runtime of this process."""
+    """The one runtime of this process.
+
+    Made by one thread while others wait: one that finds cuda.core half imported by another takes it for broken.
+    """
+    with _making:
+        return _runtime()
+
+
+@cache
+def _runtime() -> Runtime:
     return Runtime()
+
+
+def _after_fork_in_child() -> None:
+    """Forget the lock: a thread that held it while the process was forked is not there to let go of it."""
+    global _making
+    _making = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def capturing(device_index: int) -> bool:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,36 @@ def test_threads_that_want_one_kernel_compile_it_once(cuda: Any, source: Path, c
 
 
 # ---- NVRTC -----------------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_want_the_runtime_first_get_one_that_one_of_them_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing cuda.core twice at once: the second finds it half imported, and takes it for broken."""
+    made = []
+
+    class Slow:
+        def __init__(self) -> None:
+            made.append(self)
+            time.sleep(0.05)
+
+    monkeypatch.setattr(driver, "Runtime", Slow)
+    driver._runtime.cache_clear()
+    try:
+        start = threading.Barrier(6)
+        found: list[Any] = []
+
+        def want() -> None:
+            start.wait()
+            found.append(driver.runtime())
+
+        threads = [threading.Thread(target=want) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        driver._runtime.cache_clear()
+    assert len(made) == 1
+    assert found == made * 6
 
 
 def test_a_source_that_does_not_compile_shows_nvrtcs_words(cuda: Any, source: Path) -> None:
