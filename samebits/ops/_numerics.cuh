@@ -102,6 +102,12 @@ template <class E, int N> __device__ __forceinline__ void store_shared(E* p, Vec
 // `F.silu`: a true division by 1 + exp(-x).
 __device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, expf(-x))); }
 
+// `x.tanh()`, rounded once.
+template <class E> __device__ __forceinline__ Pair<E> tanh_of(Pair<E> x) {
+  const float2 f = widen(x);
+  return round_pair<E>(tanhf(f.x), tanhf(f.y));
+}
+
 // `F.gelu(approximate="tanh")`: 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))), the inner sum an FMA.
 __device__ __forceinline__ float one_plus_gelu_tanh(float x) {
   const float cube = __fmul_rn(__fmul_rn(x, x), x);

@@ -94,9 +94,9 @@ __device__ __forceinline__ float sum_of_squares(const Element* row) {
   }
 }
 
-// `rsqrt(x.pow(2).mean() + eps)` of a row in shared memory; a block has one row, so the grid has as many as eager reduces.
-__device__ __forceinline__ float reciprocal_root_mean_square(const Element* row, float eps) {
-  return reciprocal_deviation(__fmul_rn(sum_of_squares(row), mean_factor(gridDim.x, WIDTH)), eps);
+// `rsqrt(x.pow(2).mean() + eps)` of a row in shared memory; `rows` is how many eager reduces at once.
+__device__ __forceinline__ float reciprocal_root_mean_square(const Element* row, int rows, float eps) {
+  return reciprocal_deviation(__fmul_rn(sum_of_squares(row), mean_factor(rows, WIDTH)), eps);
 }
 
 // round(round(x * r) * weight), for two neighbouring elements: diffusers' RMSNorm with a weight of x's type.

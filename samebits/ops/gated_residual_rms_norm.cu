@@ -3,7 +3,7 @@
 //   n = RMS(y, y_weight)                  rounded after y * r and after the weight
 //   p = round(gate * n)                   without a gate just n
 //   x' = round(x + p)                     kept
-//   z = round(RMS(x', weight) * scale)    where HAS_NEXT; without a scale just RMS(x', weight)
+//   z = round(RMS(x', weight) * g)        where HAS_NEXT; g = round(1 + scale); without a scale just RMS(x', weight)
 //
 // Macros: ELEMENT; WIDTH; COLUMNS, GROUPS ATen's geometry; WIDE elements that one memory instruction moves (4, or 8 where
 // the pointers allow); HAS_GATE, HAS_NEXT, HAS_SCALE 0 or 1.
@@ -29,7 +29,7 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
   const Element* gate_row = gate + sample * gate_sample_stride + token * gate_token_stride;  // (WIDTH,)
   const long long out = (long long)blockIdx.x * WIDTH;
   fetch_row(row, y + sample * y_sample_stride + token * y_token_stride);
-  float r = reciprocal_root_mean_square(row, eps);
+  float r = reciprocal_root_mean_square(row, gridDim.x, eps);
   __syncthreads();  // every thread has read what the next loop overwrites
 #pragma unroll
   for (int i = 0; i < steps(WIDE); i++) {
@@ -48,7 +48,7 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
   }
   if (!HAS_NEXT) return;
   __syncthreads();
-  r = reciprocal_root_mean_square(row, eps);
+  r = reciprocal_root_mean_square(row, gridDim.x, eps);
 
   const Element* scale_row = scale + sample * scale_sample_stride + token * scale_token_stride;  // (WIDTH,)
 #pragma unroll
@@ -61,7 +61,7 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
 #pragma unroll
     for (int k = 0; k < WIDE / 2; k++) {
       o.pair[k] = rms_norm(v.pair[k], r, w.pair[k]);
-      if (HAS_SCALE) o.pair[k] = product(o.pair[k], s.pair[k]);
+      if (HAS_SCALE) o.pair[k] = product(o.pair[k], one_plus<Element>(s.pair[k]));
     }
     store(z_out + out + at, o);
   }

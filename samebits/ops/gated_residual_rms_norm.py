@@ -1,6 +1,6 @@
 """A gated residual of a normalised branch, and the next norm of the result: Z-Image's chain.
 
-``x + gate * RMSNorm(y)``, then ``RMSNorm(x') * scale``. Roundings to the element type: after ``y * r``, after y's
+``x + gate * RMSNorm(y)``, then ``RMSNorm(x') * (1 + scale)``. Roundings to the element type: after ``y * r``, after y's
 weight, after the gate, after the residual sum, and those of ``rms_norm_scale``. The means reproduce ATen's
 ``reduce_kernel``, see ``_row_sum.cuh``.
 """
@@ -43,7 +43,7 @@ def reference(
     weight : torch.Tensor, optional
         ``(D,)``: the weight of the next norm; ``None`` ends the chain at the residual stream.
     scale : torch.Tensor, optional
-        ``(B, 1, D)`` or ``(B, S, D)``: what the next norm is multiplied with.
+        ``(B, 1, D)`` or ``(B, S, D)``: the next norm is multiplied with ``1 + scale``.
     eps : float
         Added to both mean squares.
 
@@ -54,7 +54,7 @@ def reference(
     """
     branch = rms_norm(y, y_weight, eps, "diffusers")
     x = x + (branch if gate is None else gate * branch)
-    return x if weight is None else (x, rms_norm_scale.reference(x, weight, scale, eps))
+    return x if weight is None else (x, rms_norm_scale.scaled_norm(x, weight, scale, eps))
 
 
 def unsupported(
@@ -193,7 +193,7 @@ def _case(
             return x, None, y, weights[0].clone(), weights[1].clone(), None, 1e-5
         if form == "last":
             return x, gate.tanh(), y, weights[0].clone(), None, None, 1e-5
-        return x, gate.tanh(), y, weights[0].clone(), weights[1].clone(), 1.0 + scale, 1e-5
+        return x, gate.tanh(), y, weights[0].clone(), weights[1].clone(), scale, 1e-5
 
     name = f"{batch}x{tokens}x{width}" + (f" {form}" if form else "") + (f" x{amplitude:g}" if amplitude != 1 else "")
     return Case(name, dtype, 2 * batch * tokens, build)

@@ -1,13 +1,14 @@
-"""Full-width RMSNorm as diffusers spells it, times ``scale``.
+"""Full-width RMSNorm as diffusers spells it, times ``1 + scale``; and the tanh of two gates beside it.
 
-The eager chain is nine kernels: cast, square, mean, sum with eps, rsqrt, product, cast, product with the weight,
-product with the scale. Roundings to the element type: after ``x * r``, after the weight, after the scale. The mean
-follows ATen's ``reduce_kernel``, whose order changes with the number of rows; see
-``rms_norm_scale.cu``.
+The eager chain is ten kernels: cast, square, mean, sum with eps, rsqrt, product, cast, product with the weight,
+``1 + scale``, product with that. Roundings to the element type: after ``x * r``, after the weight, after ``1 + scale``,
+after the product with it. The mean follows ATen's ``reduce_kernel``, whose order changes with the number of rows; see
+``rms_norm_scale.cu``. The gates are two more eager kernels, on one row a sample.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,15 +25,27 @@ from samebits.ops._layout import (
     randn,
     row_layout,
 )
-from samebits.ops._op import Args, Case, Launcher, Op, Variant
+from samebits.ops._op import Args, Case, Launcher, Op, Outputs, Variant
 from samebits.ops._reduce_plan import reduce_plan, why_no_plan
 from samebits.ops.qk_norm import rms_norm
 
 SOURCE = HERE / "rms_norm_scale.cu"
 MIN_WIDTH, MAX_WIDTH = 128, 16384
+MAX_GATE_ROWS = 4096
 
 
-def reference(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, eps: float) -> torch.Tensor:
+Maybe = torch.Tensor | None
+
+
+def scaled_norm(x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float) -> torch.Tensor:
+    """Compute the norm and its scale in eager; see :func:`reference`."""
+    y = rms_norm(x, weight, eps, "diffusers")
+    return y if scale is None else y * (1.0 + scale)
+
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate: Maybe = None, next_gate: Maybe = None
+) -> Outputs:
     """Compute the chain in eager, as diffusers' ``RMSNorm`` and Z-Image's block spell it.
 
     Parameters
@@ -45,17 +58,21 @@ def reference(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None,
         Broadcasts against x: ``(B, 1, D)`` for one row per sample, ``(B, S, D)`` for one per token.
     eps : float
         Added to the mean square.
+    gate, next_gate : torch.Tensor, optional
+        ``(B or 1, 1, D)``: what the block multiplies its two branches with once it has their tanh; both or none.
 
     Returns
     -------
-    torch.Tensor
-        Of x's shape and dtype, contiguous.
+    torch.Tensor or tuple of torch.Tensor
+        The scaled norm, of x's shape and dtype, contiguous; with gates also their tanh, contiguous.
     """
-    y = rms_norm(x, weight, eps, "diffusers")
-    return y if scale is None else y * scale
+    y = scaled_norm(x, weight, scale, eps)
+    return y if gate is None or next_gate is None else (y, gate.tanh(), next_gate.tanh())
 
 
-def unsupported(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, eps: float) -> str | None:
+def unsupported(
+    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate: Maybe = None, next_gate: Maybe = None
+) -> str | None:
     """Say why the kernel does not take these arguments, or return ``None``. See :func:`reference` for the shapes."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"x must be float32, float16 or bfloat16; it is {x.dtype}"
@@ -84,10 +101,30 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | Non
             return f"scale must broadcast against x {tuple(x.shape)}; it is {tuple(scale.shape)}"
         if not in_order(scale):
             return f"the dimensions of scale must lie in memory in their order; its strides are {scale.stride()}"
-    for name, t in (("x", x), ("weight", weight), ("scale", scale)):
+    if reason := _unsupported_gates(x, gate, next_gate):
+        return reason
+    for name, t in (("x", x), ("weight", weight), ("scale", scale), ("gate", gate), ("next_gate", next_gate)):
         if t is not None and not aligned(t, 4):
             return f"{name} is not aligned to four elements"
     return why_no_plan(x.numel() // width, width, torch.float32, x.device)
+
+
+def _unsupported_gates(x: torch.Tensor, gate: Maybe, next_gate: Maybe) -> str | None:
+    if gate is None and next_gate is None:
+        return None
+    if gate is None or next_gate is None:
+        return "either both gates must be given or none"
+    if any(t.dtype != x.dtype or t.device != x.device for t in (gate, next_gate)):
+        return f"both gates must have x's dtype {x.dtype} and lie on its device"
+    if gate.dim() != 3 or gate.shape[1:] != (1, x.shape[-1]) or next_gate.shape != gate.shape:
+        shapes = f"{tuple(gate.shape)} and {tuple(next_gate.shape)}"
+        return f"both gates must be (batch, 1, {x.shape[-1]}), one row a sample; they are {shapes}"
+    if not 0 < gate.shape[0] <= MAX_GATE_ROWS:
+        return f"there must be at most {MAX_GATE_ROWS} gates of a kind, and one at least; there are {gate.shape[0]}"
+    for name, t in (("gate", gate), ("next_gate", next_gate)):
+        if t.stride(-1) != 1 or not gives_contiguous_output(t):
+            return f"the rows of {name} must be contiguous and lie in their order; the strides are {t.stride()}"
+    return None
 
 
 def broadcast_strides(scale: torch.Tensor | None) -> tuple[int, int]:
@@ -97,7 +134,9 @@ def broadcast_strides(scale: torch.Tensor | None) -> tuple[int, int]:
     return scale.stride(0) if scale.shape[0] > 1 else 0, scale.stride(1) if scale.shape[1] > 1 else 0
 
 
-def prepare(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, eps: float) -> Launcher:
+def prepare(
+    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate: Maybe = None, next_gate: Maybe = None
+) -> Launcher:
     """Compile the kernel for these arguments' signature and plan its launch."""
     width = x.shape[-1]
     rows = x.numel() // width
@@ -108,52 +147,89 @@ def prepare(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, e
     if scale is not None:
         tokens = x.shape[1]
         sample_stride, token_stride = x.stride(0), x.stride(1)
-    wide = 8 if x.element_size() == 2 and all(t is None or aligned(t, 8) for t in (x, weight, scale)) else 4
+    tensors = (x, weight, scale, gate, next_gate)
+    wide = 8 if x.element_size() == 2 and width % 8 == 0 and all(t is None or aligned(t, 8) for t in tensors) else 4
     constants: dict[str, int | str] = {
         "ELEMENT": CTYPES[x.dtype],
         "WIDTH": width,
         "COLUMNS": plan.columns,
         "GROUPS": plan.groups,
-        "WIDE": wide if width % wide == 0 else 4,
+        "WIDE": wide,
         "HAS_SCALE": int(scale is not None),
+        "HAS_GATES": int(gate is not None),
     }
     scale_strides = broadcast_strides(scale)
+    gate_rows, gate_strides, gate_blocks = 0, (0, 0), 0
+    if gate is not None and next_gate is not None:
+        gate_rows, gate_strides = gate.shape[0], (gate.stride(0), next_gate.stride(0))
+        gate_blocks = -(-2 * gate_rows * (width // wide) // math.prod(plan.block))
     bound = jit.compile(SOURCE, "rms_norm_scale", constants, x.device).bind(
-        (rows, 1, 1),
+        (gate_blocks + rows, 1, 1),
         plan.block,
         width * x.element_size(),
+        rows=rows,
         tokens=tokens,
         x_sample_stride=sample_stride,
         x_token_stride=token_stride,
         scale_sample_stride=scale_strides[0],
         scale_token_stride=scale_strides[1],
+        gate_blocks=gate_blocks,
+        gate_rows=gate_rows,
+        gate_stride=gate_strides[0],
+        next_gate_stride=gate_strides[1],
         eps=float(eps),
     )
     shape, dtype, device, device_index, empty = x.shape, x.dtype, x.device, x.device.index or 0, torch.empty
+    gate_shape = None if gate is None else gate.shape
 
     def launch(
         x: torch.Tensor,
         weight: torch.Tensor,
-        scale: torch.Tensor | None,
+        scale: Maybe,
         eps: float,
+        gate: Maybe = None,
+        next_gate: Maybe = None,
         *,
         out: tuple[torch.Tensor, ...] | None = None,
-    ) -> torch.Tensor:
-        y = empty(shape, dtype=dtype, device=device) if out is None else out[0]
-        bound(device_index, x.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), y.data_ptr())
-        return y
+    ) -> Outputs:
+        scale_at = 0 if scale is None else scale.data_ptr()
+        if gate is None or next_gate is None or gate_shape is None:
+            y = empty(shape, dtype=dtype, device=device) if out is None else out[0]
+            bound(device_index, x.data_ptr(), weight.data_ptr(), scale_at, 0, 0, y.data_ptr(), 0, 0)
+            return y
+        if out is None:
+            opened = empty(gate_shape, dtype=dtype, device=device), empty(gate_shape, dtype=dtype, device=device)
+            out = (empty(shape, dtype=dtype, device=device), *opened)
+        bound(
+            device_index,
+            x.data_ptr(),
+            weight.data_ptr(),
+            scale_at,
+            gate.data_ptr(),
+            next_gate.data_ptr(),
+            out[0].data_ptr(),
+            out[1].data_ptr(),
+            out[2].data_ptr(),
+        )
+        return out
 
     return launch
 
 
-def allocate(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-    """Return the uninitialised output, of x's shape, contiguous."""
-    return (torch.empty(x.shape, dtype=x.dtype, device=x.device),)
+def allocate(
+    x: torch.Tensor, weight: Any, scale: Any, eps: float, gate: Maybe = None, next_gate: Maybe = None
+) -> tuple[torch.Tensor, ...]:
+    """Return the uninitialised outputs, contiguous: of x's shape, and with gates two of theirs."""
+    likes = [t for t in (x, gate, next_gate) if t is not None]
+    return tuple(torch.empty(like.shape, dtype=x.dtype, device=x.device) for like in likes)
 
 
-def bytes_moved(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, eps: float) -> int:
-    """Return the bytes that one call must move: x, the weight and the scale in, the result out."""
-    return (2 * x.numel() + weight.numel() + (0 if scale is None else scale.numel())) * x.element_size()
+def bytes_moved(
+    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate: Maybe = None, next_gate: Maybe = None
+) -> int:
+    """Return the bytes that one call must move: x, weight, scale and gates in; the results, gates again, out."""
+    once, twice = ([t for t in group if t is not None] for group in ((weight, scale), (x, gate, next_gate)))
+    return (sum(t.numel() for t in once) + 2 * sum(t.numel() for t in twice)) * x.element_size()
 
 
 def _case(
@@ -162,28 +238,31 @@ def _case(
     dtype: torch.dtype,
     batch: int = 1,
     *,
-    scale: str | None = "sample",
+    form: str = "",
     amplitude: float = 1.0,
 ) -> Case:
     def build(device: torch.device, seed: int) -> Args:
         x = randn((batch, tokens, width), dtype, device, seed, amplitude)
         weight = (1 + randn((width,), torch.float32, device, seed + 1, 0.1)).to(dtype)
-        if scale is None:
+        if form == "no-scale":
             return x, weight, None, 1e-5
-        modulation = randn((batch, 1 if scale == "sample" else tokens, width), dtype, device, seed + 2)
-        return x, weight, 1.0 + modulation, 1e-5
+        if form == "token-scale":
+            return x, weight, randn((batch, tokens, width), dtype, device, seed + 2), 1e-5
+        # one projection, chunked: the rows are strided views, as in the model
+        scale, gate, _, next_gate = randn((batch, 1, 4 * width), dtype, device, seed + 2).chunk(4, dim=-1)
+        return x, weight, scale, 1e-5, gate, next_gate
 
-    name = f"{batch}x{tokens}x{width}" + {None: " no-scale", "sample": "", "token": " token-scale"}[scale]
+    name = f"{batch}x{tokens}x{width}" + (f" {form}" if form else "")
     return Case(name + (f" x{amplitude:g}" if amplitude != 1 else ""), dtype, batch * tokens, build)
 
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES = (
     _case(4224, 3840, _BF16),
-    _case(4224, 3840, _BF16, scale=None),
+    _case(4224, 3840, _BF16, form="no-scale"),
     _case(128, 3840, _BF16),
     *(
-        _case(rows, width, _BF16, scale=None)
+        _case(rows, width, _BF16, form="no-scale")
         for rows in (1, 2, 3, 4, 7, 8, 15, 16, 17, 4096)
         for width in (128, 256, 2560, 3072, 3584, 3840, 5120, 8192, 8200, 12288)
     ),
@@ -193,7 +272,7 @@ CASES = (
         for width in (132, 1000, 3840, 16384)
         for dtype in (_BF16, _FP16, _FP32)
     ),
-    _case(64, 3840, _BF16, batch=2, scale="token"),
+    _case(64, 3840, _BF16, batch=2, form="token-scale"),
     *(_case(64, 3840, dtype, amplitude=a) for dtype in (_BF16, _FP16) for a in (1e-3, 40.0, 200.0)),
 )
 
@@ -201,7 +280,7 @@ CASES = (
 def _variant(element: str, width: int, columns: int, groups: int, has_scale: int) -> Variant:
     constants: dict[str, int | str] = {"ELEMENT": element, "WIDTH": width, "COLUMNS": columns, "GROUPS": groups}
     wide = 4 if element == "float" else 8
-    return "rms_norm_scale", constants | {"WIDE": wide, "HAS_SCALE": has_scale}, False
+    return "rms_norm_scale", constants | {"WIDE": wide, "HAS_SCALE": has_scale, "HAS_GATES": 1}, False
 
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (
@@ -211,6 +290,8 @@ COMPILE_VARIANTS: tuple[Variant, ...] = (
     _variant("float", 5120, 32, 1, 0),
 )
 """Kernel, constants, and whether an FMA is owed (never here)."""
+CUDA_FUNCTION = "tanhf"
+"""CUDA's own function that the kernel calls; the approximate instructions inside it are ATen's as well."""
 
 OP = Op(
     name="rms_norm_scale",

@@ -133,6 +133,13 @@ def rms_norm_scale_cases() -> Iterator[tuple[str, tuple[Any, ...], Repeats]]:
         yield f"2x3x136 {short(dtype)}", (x, weight, randn((2, 1, 136), dtype, 304), EPS), {}
         x, weight = special_rows(128, dtype)[None], randn((128,), dtype, 305, 0.3) + 1
         yield f"special {short(dtype)}", (x, weight, randn((1, 1, 128), dtype, 306), EPS), {}
+    for dtype in DTYPES:
+        x, weight, scale = (randn(shape, dtype, 310, 0.3) for shape in ((1, 1, 128), (128,), (1, 1, 128)))
+        powers = torch.arange(-12, 4).exp2()  # from where tanh is its argument to where it is one
+        gate = (powers[:, None] * randn((16, 8), torch.float32, 311)).to(dtype).view(1, 1, 128)
+        next_gate = gate.flip(-1)
+        next_gate[0, 0, :16] = special_rows(16, dtype)[:, 5:7].flatten()
+        yield f"gates 1x128 {short(dtype)}", (x, weight, scale, EPS, gate, next_gate), {}
     x, weight = randn((1, 1, 3840), torch.bfloat16, 309).repeat(1, 5, 1), randn((3840,), torch.bfloat16, 307, 0.3) + 1
     yield "5x3840 bf16", (x, weight, None, EPS), {0: [1, 5, 1]}
     weight = randn((2048,), torch.float32, 308, 0.3) + 1

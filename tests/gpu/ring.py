@@ -101,11 +101,14 @@ def qk_args(q: torch.Tensor, k: torch.Tensor, kind: str, weight_dtype: torch.dty
 
 
 def rms_args(x: torch.Tensor, scaled: bool = True) -> Args:
-    """``x (B, S, D)`` with a weight near one and, if ``scaled``, one scale row per sample."""
+    """``x (B, S, D)`` with a weight near one and, if ``scaled``, one scale row and two gates per sample."""
     width = x.shape[-1]
     weight = (1 + randn(width, dtype=torch.float32, device=x.device, seed=4, amplitude=0.1)).to(x.dtype)
-    scale = 1.0 + randn(x.shape[0], 1, width, dtype=x.dtype, device=x.device, seed=5) if scaled else None
-    return x, weight, scale, 1e-5
+    if not scaled:
+        return x, weight, None, 1e-5
+    rows = randn(x.shape[0], 1, 4 * width, dtype=x.dtype, device=x.device, seed=5, amplitude=2.0)
+    scale, gate, _, next_gate = rows.chunk(4, dim=-1)
+    return x, weight, scale, 1e-5, gate, next_gate
 
 
 def awkward_rows(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -160,7 +163,7 @@ def residual_rms_args(x: torch.Tensor, y: torch.Tensor, form: str = "modulated",
         return x, None, y, y_weight, weight, None, 1e-5
     if form == "last":
         return x, gate.tanh(), y, y_weight, None, None, 1e-5
-    return x, gate.tanh(), y, y_weight, weight, 1.0 + scale, 1e-5
+    return x, gate.tanh(), y, y_weight, weight, scale, 1e-5
 
 
 def _chunks(x: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, ...]:

@@ -113,16 +113,37 @@ def rms_norm_scale(
     weight: Tensor | None,
     scale: Tensor | None,
     eps: float,
+    gate: Tensor | None = None,
+    next_gate: Tensor | None = None,
+    *,
+    rsqrt: Unary = correctly_rounded,
+    tanh: Unary = c_tanh,
+    rows: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """:func:`scaled_norm`, with two gates also their tanh, a kernel each."""
+    normed = scaled_norm(x, weight, scale, eps, rsqrt=rsqrt, rows=rows)
+    if gate is None or next_gate is None:
+        return normed
+    with np.errstate(all="ignore"):
+        return normed, *(encode(tanh(decode(t)), t.dtype) for t in (gate, next_gate))
+
+
+def scaled_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
     *,
     rsqrt: Unary = correctly_rounded,
     rows: int | None = None,
 ) -> Tensor:
-    """diffusers' ``RMSNorm`` over the full width of ``x (..., D)``, then ``* scale (B, 1, D)`` as a second kernel."""
+    """diffusers' ``RMSNorm`` over the full width of ``x (..., D)``, ``1 + scale (B, 1, D)``, and their product."""
     normed = _diffusers_rms_norm(x, weight, eps, rsqrt, rows)
     if scale is None:
         return normed
     with np.errstate(all="ignore"):
-        return encode(decode(normed) * decode(scale), torch.promote_types(normed.dtype, scale.dtype))
+        one_plus = rounded(np.float32(1) + decode(scale), scale.dtype)
+        return encode(decode(normed) * one_plus, torch.promote_types(normed.dtype, scale.dtype))
 
 
 def gated_residual(h: Tensor, gate: Tensor, y: Tensor, clip: bool = False, index: Tensor | None = None) -> Tensor:
@@ -213,13 +234,13 @@ def gated_residual_rms_norm(
     rsqrt: Unary = correctly_rounded,
     rows: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``x + gate * RMSNorm(y)`` of ``(B, S, D)``; with ``weight`` also :func:`rms_norm_scale` of it."""
+    """``x + gate * RMSNorm(y)`` of ``(B, S, D)``; with ``weight`` also :func:`scaled_norm` of it."""
     branch = decode(_diffusers_rms_norm(y, y_weight, eps, rsqrt, rows))
     with np.errstate(all="ignore"):
         if gate is not None:
             branch = rounded(decode(gate) * branch, x.dtype)
         stream = encode(decode(x) + branch, x.dtype)
-    return stream if weight is None else (stream, rms_norm_scale(stream, weight, scale, eps, rsqrt=rsqrt, rows=rows))
+    return stream if weight is None else (stream, scaled_norm(stream, weight, scale, eps, rsqrt=rsqrt, rows=rows))
 
 
 def gelu_tanh(x: Tensor, *, tanh: Unary = c_tanh) -> Tensor:

@@ -118,7 +118,7 @@ def test_chains_are_close_to_the_same_chains_in_float64(dtype: torch.dtype) -> N
             assert got.dtype == dtype
     rms = x.double() * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
     gate = scale[:2, None]
-    torch.testing.assert_close(rms_norm_scale(x, weight, gate, 1e-6).double(), rms * gate.double(), **near)
+    torch.testing.assert_close(rms_norm_scale(x, weight, gate, 1e-6).double(), rms * (1 + gate.double()), **near)
     assert torch.equal(rms_norm_scale(x, weight, None, 1e-6), qk_norm(x, x, weight, weight, 1e-6, "diffusers")[0])
 
 

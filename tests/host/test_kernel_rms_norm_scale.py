@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import aten_chains
+import numpy as np
 import pytest
 import torch
 from aten_emulator import reduce_plan
+from binary32 import F32, decode, encode, tanh
 from kernel_inputs import BF16, DTYPES, EPS, FP16, FP32, Arguments, odd_rows, randn, telling_rows, weights
-from kernel_runs import difference, needs_compiler
+from kernel_runs import difference, layout_of_eager, needs_compiler, run
 
+from samebits import host
 from samebits.bits import compare
 from samebits.ops import by_name
 
@@ -18,7 +21,10 @@ RMS_NORM_SCALE = by_name("rms_norm_scale")
 
 def normed(rows: int, width: int, dtype: torch.dtype, scaled: bool = True, seed: int = 0) -> Arguments:
     x, weight = randn((1, rows, width), dtype, seed + rows, 2.0), weights(width, dtype)[0]
-    return x, weight, randn((1, 1, width), dtype, seed + 9) if scaled else None, EPS
+    if not scaled:
+        return x, weight, None, EPS
+    scale, gate, _, next_gate = randn((1, 1, 4 * width), dtype, seed + 9, 2.0).chunk(4, dim=-1)
+    return x, weight, scale, EPS, gate, next_gate
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 15, 16, 17])
@@ -83,3 +89,71 @@ def test_rms_norm_scale_of_odd_rows(width: int, dtype: torch.dtype) -> None:
     expected = aten_chains.rms_norm_scale(*args)
     assert expected.isnan().any()
     assert difference(RMS_NORM_SCALE, args, expected) is None
+
+
+GATES = [
+    # samples, width: less than a block of vectors, more than one, a last block with threads to spare
+    *((batch, width, dtype) for batch, width in ((1, 128), (3, 132), (2, 1000)) for dtype in DTYPES),
+    (1, 3840, BF16),
+    (2, 8192, FP32),
+    (5, 16384, BF16),
+]
+
+
+@pytest.mark.parametrize(("batch", "width", "dtype"), GATES)
+def test_gates(batch: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = randn((batch, 3, width), dtype, 1), weights(width, dtype)[0]
+    scale, gate, other, next_gate = randn((batch, 1, 4 * width), dtype, 2, 2.0).chunk(4, dim=-1)
+    for args in (
+        (x, weight, scale, EPS, gate, next_gate),
+        (x, weight, None, EPS, gate, gate),
+        (x, weight, scale, EPS, gate[:1], other[:1]),
+        (x[0], weight, None, EPS, other, next_gate.contiguous()),
+    ):
+        expected = aten_chains.rms_norm_scale(*args)
+        assert len(expected) == 3
+        for order in (0, 1, 2):
+            with host.schedule(order, workers=2):
+                assert difference(RMS_NORM_SCALE, args, expected) is None
+        assert layout_of_eager(RMS_NORM_SCALE, args) is None
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_every_value_as_a_gate(dtype: torch.dtype) -> None:
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).view(64, 1, 1024)
+    args = (randn((64, 1, 1024), dtype, 1), weights(1024, dtype)[0], None, EPS, every, every.flip(-1).contiguous())
+    expected = aten_chains.rms_norm_scale(*args)
+    assert ((expected[1] == 0) & expected[1].signbit()).any()
+    assert expected[1].isnan().any()
+    assert difference(RMS_NORM_SCALE, args, expected) is None
+
+
+def test_another_tanh_than_the_c_librarys() -> None:
+    """The kernel computes with what it is given: ``tanh`` up to two ulps off, at random."""
+    args = normed(3, 128, FP32)
+    inputs = np.unique(np.concatenate([decode(t).flatten() for t in args[4:]]).view(np.uint32)).view(np.float32)
+    outputs = tanh(inputs).view(np.int32) + np.random.default_rng(1).integers(-2, 3, inputs.size).astype(np.int32)
+    outputs = outputs.view(np.float32)
+
+    def moved(x: F32) -> F32:
+        order = np.argsort(inputs)
+        return outputs[order][np.searchsorted(inputs[order], x)]
+
+    expected = aten_chains.rms_norm_scale(*args, tanh=moved)
+    with host.recorded("tanhf", inputs.view(np.uint32).tolist(), outputs.view(np.uint32).tolist()):
+        assert difference(RMS_NORM_SCALE, args, expected) is None
+    found = difference(RMS_NORM_SCALE, args, expected)
+    assert found is not None
+    assert found.output == 1
+
+
+def test_other_roundings_are_found() -> None:
+    x, weight, scale, eps, gate, next_gate = args = normed(20, 256, BF16)
+    ours = run(RMS_NORM_SCALE, *args)
+    normed_only = decode(aten_chains.scaled_norm(x, weight, None, eps))
+    unrounded = encode(normed_only * (np.float32(1) + decode(scale)), BF16)
+    product_and_sum = encode(normed_only + decode(encode(normed_only * decode(scale), BF16)), BF16)
+    for wrong in (unrounded, product_and_sum, encode(normed_only * decode(scale), BF16)):
+        assert compare(ours[:1], (wrong,)) is not None
+    for wrong_args in ((x, weight, scale, eps, next_gate, gate), (x, weight, gate, eps, gate, next_gate)):
+        assert compare(ours, aten_chains.rms_norm_scale(*wrong_args)) is not None

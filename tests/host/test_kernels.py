@@ -22,7 +22,7 @@ SMALL: dict[str, Arguments] = {
     "layer_norm_modulate": (X, ROW[0], ROW[0], EPS),
     "gated_residual": (X, ROW[0], Y),
     "gated_residual_norm_modulate": (X, ROW[0], Y, ROW[0], ROW[0], EPS),
-    "rms_norm_scale": (X, weights(512, BF16)[0], None, EPS),
+    "rms_norm_scale": (X, weights(512, BF16)[0], ROW, EPS, ROW, ROW.flip(-1)),
     "gated_residual_rms_norm": (X, ROW, Y, *weights(512, BF16), ROW, EPS),
     "qk_norm": (Q, K, *weights(64, BF16), EPS, "torch"),
     "qk_norm_rope": (Q, Q.flip(1), None, *weights(64, BF16), TABLE, *(None,) * 6, EPS, "torch"),
