@@ -50,6 +50,10 @@ def rms(**changed: Any) -> Arguments:
     return tuple(args.values())
 
 
+def gates(**changed: Any) -> Arguments:
+    return rms(**{"gate": zeros(2, 1, 128), "next_gate": zeros(2, 1, 128)} | changed)
+
+
 def cast(args: Arguments, to: torch.dtype | torch.device) -> Arguments:
     return tuple(arg.to(to) if isinstance(arg, Tensor) else arg for arg in args)
 
@@ -187,6 +191,17 @@ DECLINED: dict[str, tuple[Op, Arguments, str]] = {
     "rms: scale for three samples": (RMS, rms(scale=zeros(3, 1, 128)), "scale must broadcast"),
     "rms: scale that makes more of x": (RMS, rms(x=zeros(2, 1, 128), scale=zeros(2, 5, 128)), "scale must broadcast"),
     "rms: scale with tokens outside": (RMS, rms(scale=zeros(5, 2, 128).transpose(0, 1)), "dimensions of scale"),
+    "rms: one gate": (RMS, gates(next_gate=None), "both gates must be given or none"),
+    "rms: the other gate": (RMS, gates(gate=None), "both gates must be given or none"),
+    "rms: fp32 gate": (RMS, gates(gate=zeros(2, 1, 128, dtype=FP32)), "both gates must have x's dtype"),
+    "rms: a gate elsewhere": (RMS, gates(next_gate=zeros(2, 1, 128).to(META)), "lie on its device"),
+    "rms: gates per token": (RMS, gates(gate=zeros(2, 5, 128), next_gate=zeros(2, 5, 128)), "one row a sample"),
+    "rms: gates as vectors": (RMS, gates(gate=zeros(128), next_gate=zeros(128)), "one row a sample"),
+    "rms: gates of two shapes": (RMS, gates(gate=zeros(1, 1, 128)), "one row a sample"),
+    "rms: no gate rows": (RMS, gates(gate=zeros(0, 1, 128), next_gate=zeros(0, 1, 128)), "at least one row"),
+    "rms: one gate for two samples": (RMS, gates(gate=zeros(1, 1, 128).expand(2, 1, 128)), "the rows of gate"),
+    "rms: every other of a gate": (RMS, gates(next_gate=zeros(2, 1, 256)[..., ::2]), "the rows of next_gate"),
+    "rms: next_gate one element on": (RMS, gates(next_gate=later(zeros(2, 1, 128))), "next_gate is not aligned"),
 }
 
 
@@ -228,6 +243,8 @@ TAKEN: dict[str, tuple[Op, Arguments]] = {
     "rms: chunk of a modulation": (RMS, rms(scale=zeros(2, 1, 512)[..., 128:256])),
     "rms: one scale for all": (RMS, rms(scale=zeros(1, 1, 128))),
     "rms: tokens of a longer sequence": (RMS, rms(x=zeros(2, 9, 128)[:, 4:])),
+    "rms: gates": (RMS, gates(gate=zeros(2, 1, 512)[..., 128:256], next_gate=zeros(2, 1, 512)[..., 384:])),
+    "rms: gates for all, no scale": (RMS, gates(scale=None, gate=zeros(1, 1, 128), next_gate=zeros(1, 1, 128))),
 }
 
 
@@ -303,7 +320,9 @@ class Views:
         shape = self.pick((batch, tokens, 128), (128,), (tokens, 128), (batch, 2, tokens, 128))
         scale = self.pick(None, (batch, 1, 128), (batch, tokens, 128), (1, tokens, 128), (2, 1, 128))
         weight = torch.ones(128, dtype=dtype)
-        return self.view(shape, dtype), weight, None if scale is None else self.view(scale, dtype), 1e-5
+        args = self.view(shape, dtype), weight, None if scale is None else self.view(scale, dtype), 1e-5
+        rows = self.pick(1, batch)
+        return args if self.often() else (*args, *(self.view((rows, 1, 128), dtype) for _ in range(2)))
 
     def gated(self, *, norm: bool = False) -> Arguments:
         batch, tokens, dtype = self.pick(1, 1, 2, 3), self.pick(1, 1, 2, 5), self.pick(BF16, FP16, FP32)
