@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.attention_processor import Attention
@@ -41,17 +41,37 @@ Maybe = torch.Tensor | None
 AHEAD = "its lines run at the end of the block before, as ffn_norm2 there"
 
 
-def _norm(line: Line, block: Any, x: torch.Tensor, scale: Maybe) -> torch.Tensor:
-    """``attention_norm1(x) * scale`` as one site; no scale in a block without modulation.
+class _Modulation(NamedTuple):
+    """What modulates one block: each ``(B, 1, D)``, ``(B, S, D)`` where tokens differ, or ``None`` without modulation.
 
-    ``scale`` is ``(B, 1, D)``, or ``(B, S, D)`` where tokens differ, and so are the gates below.
+    Every norm adds the one to its own scale. The gates get their tanh beside the block's first norm.
     """
-    norm = block.attention_norm1
+
+    scale_msa: Maybe = None
+    gate_msa: Maybe = None
+    scale_mlp: Maybe = None
+    gate_mlp: Maybe = None
+    shut: bool = False
+    """Whether the gates still lack their tanh."""
+
+    def shut_gates(self) -> tuple[Maybe, ...]:
+        """The gates that the first norm's site is to take along."""
+        return (self.gate_msa, self.gate_mlp) if self.shut else ()
+
+    def opened(self, gates: tuple[Maybe, ...]) -> _Modulation:
+        """With what the site gave for its gates, if it took any."""
+        return self._replace(gate_msa=gates[0], gate_mlp=gates[1], shut=False) if gates else self
+
+
+def _norm(line: Line, block: Any, x: torch.Tensor, modulation: _Modulation) -> tuple[torch.Tensor, _Modulation]:
+    """``attention_norm1(x) * (1.0 + scale_msa)`` and the tanh of both gates as one site."""
+    norm, scale, gates = block.attention_norm1, modulation.scale_msa, modulation.shut_gates()
     if not is_plain_rms_norm(norm):
         line.declined[why_not_rms_norm("attention_norm1", norm) or CHANGED] += 1
-        return norm(x) if scale is None else norm(x) * scale  # type: ignore[no-any-return]
-    result: torch.Tensor = line.site(x, norm._parameters["weight"], scale, norm.eps)
-    return result
+        normed = norm(x) if scale is None else norm(x) * (1.0 + scale)
+        return normed, modulation.opened(tuple(gate if gate is None else gate.tanh() for gate in gates))
+    results = line.site(x, norm._parameters["weight"], scale, norm.eps, *gates)
+    return (results[0], modulation.opened(results[1:])) if gates else (results, modulation)
 
 
 _AROUND_ATTENTION = ("attention_norm2", "ffn_norm1")
@@ -61,26 +81,27 @@ _AFTER_FEED_FORWARD = ("ffn_norm2",)
 def _residual_norm(
     line: Line, block: Any, x: torch.Tensor, gate: Maybe, branch: torch.Tensor, scale: Maybe
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x + gate * attention_norm2(branch)`` and ``ffn_norm1(that) * scale`` as one site."""
+    """``x + gate * attention_norm2(branch)`` and ``ffn_norm1(that) * (1.0 + scale)`` as one site."""
     norms = plain_weights(block, _AROUND_ATTENTION)
     if norms is None:
         line.declined[why_not_weights(block, _AROUND_ATTENTION) or CHANGED] += 1
         normed = block.attention_norm2(branch)
         x = x + (normed if gate is None else gate * normed)
-        return x, block.ffn_norm1(x) if scale is None else block.ffn_norm1(x) * scale
+        return x, block.ffn_norm1(x) if scale is None else block.ffn_norm1(x) * (1.0 + scale)
     (weight, next_weight), eps = norms
     x, scaled = line.site(x, gate, branch, weight, next_weight, scale, eps)
     return x, scaled
 
 
 def _residual_next_norm(
-    line: Line, block: Any, x: torch.Tensor, gate: Maybe, branch: torch.Tensor, following: Any, scale: Maybe
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x + gate * ffn_norm2(branch)`` and ``attention_norm1(that) * scale`` of the next block, as one site."""
+    line: Line, block: Any, x: torch.Tensor, gate: Maybe, branch: torch.Tensor, following: Any, modulation: _Modulation
+) -> tuple[torch.Tensor, torch.Tensor, _Modulation]:
+    """``x + gate * ffn_norm2(branch)``, and of the next block what ``_norm`` stands for, as one site."""
     norm, next_norm = block.ffn_norm2, following.attention_norm1
     weights = norm._parameters["weight"], next_norm._parameters["weight"]
-    x, scaled = line.site(x, gate, branch, *weights, scale, norm.eps)
-    return x, scaled
+    gates = modulation.shut_gates()
+    x, normed, *opened = line.site(x, gate, branch, *weights, modulation.scale_msa, norm.eps, *gates)
+    return x, normed, modulation.opened(tuple(opened))
 
 
 def _weights(block: Any) -> Iterator[torch.Tensor]:
@@ -120,25 +141,26 @@ def _modulation(
     noise_mask: torch.Tensor | None,
     adaln_noisy: torch.Tensor | None,
     adaln_clean: torch.Tensor | None,
-) -> tuple[Maybe, ...]:
-    """scale_msa, gate_msa, scale_mlp, gate_mlp of one block, with ``1 +`` and ``tanh`` already done.
+) -> _Modulation:
+    """What modulates one block, the gates still shut but where a noise mask chooses between two modulations per token.
 
-    Each is ``(B, 1, D)``, or ``(B, S, D)`` where a noise mask chooses per token between two modulations; ``None`` in
-    a block without modulation.
+    There their tanh is done before the choice, on a row a sample, as diffusers does. It adds the one to the scales
+    before the choice, too; after it gives the same bits.
     """
     if not block.modulation:
-        return None, None, None, None
+        return _Modulation()
     if noise_mask is None:
         scale_msa, gate_msa, scale_mlp, gate_mlp = block.adaLN_modulation(adaln_input).unsqueeze(1).chunk(4, dim=2)
-        return 1.0 + scale_msa, gate_msa.tanh(), 1.0 + scale_mlp, gate_mlp.tanh()
+        return _Modulation(scale_msa, gate_msa, scale_mlp, gate_mlp, shut=True)
     noisy = block.adaLN_modulation(adaln_noisy).chunk(4, dim=1)
     clean = block.adaLN_modulation(adaln_clean).chunk(4, dim=1)
-    noisy = 1.0 + noisy[0], noisy[1].tanh(), 1.0 + noisy[2], noisy[3].tanh()
-    clean = 1.0 + clean[0], clean[1].tanh(), 1.0 + clean[2], clean[3].tanh()
-    return tuple(
+    noisy = noisy[0], noisy[1].tanh(), noisy[2], noisy[3].tanh()
+    clean = clean[0], clean[1].tanh(), clean[2], clean[3].tanh()
+    chosen = (
         theirs.select_per_token(of_noisy, of_clean, noise_mask, seq_len)
         for of_noisy, of_clean in zip(noisy, clean, strict=True)
     )
+    return _Modulation(*chosen)
 
 
 def _write_block(number: int, look: LookAhead, block: Any, original: Function, lines: Mapping[str, Line]) -> Function:
@@ -157,13 +179,13 @@ def _write_block(number: int, look: LookAhead, block: Any, original: Function, l
         sources = adaln_input, noise_mask, adaln_noisy, adaln_clean
         ahead = look.take(number, (*sources, *_weights(block)), x.device)
         modulation = _modulation(block, x.shape[1], *sources) if ahead is None else ahead.modulation
-        scale_msa, gate_msa, scale_mlp, gate_mlp = modulation
         attn_in = None
         if ahead is not None:
             attn_in = ahead.stream("x", x)
             look.settle(number, attn_in is not None)
         if attn_in is None:
-            attn_in = _norm(attention_norm1, block, x, scale_msa)
+            attn_in, modulation = _norm(attention_norm1, block, x, modulation)
+        _, gate_msa, scale_mlp, gate_mlp, _ = modulation
         attn_out = block.attention(attn_in, attention_mask=attn_mask, freqs_cis=freqs_cis)
         del attn_in
         x, ffn_in = _residual_norm(attention_norm2, block, x, gate_msa, attn_out, scale_mlp)
@@ -177,7 +199,7 @@ def _write_block(number: int, look: LookAhead, block: Any, original: Function, l
             ahead = look.begin(number + 1, (*sources, *_weights(following)), modulation, x.device)
         if ahead is None:
             return _residual(ffn_norm2, block, x, gate_mlp, branch)
-        x, normed = _residual_next_norm(ffn_norm2, block, x, gate_mlp, branch, following, modulation[0])
+        x, normed, ahead.modulation = _residual_next_norm(ffn_norm2, block, x, gate_mlp, branch, following, modulation)
         look.put(ahead, "x", x, normed)
         return x
 

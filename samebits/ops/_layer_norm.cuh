@@ -29,7 +29,8 @@ struct Statistics {
   float mean, rstd;
 };
 
-__device__ __forceinline__ Statistics layer_norm_statistics(const Share& v, float eps) {
+// A block that takes several rows numbers them: what the rows of two turns share lies apart, so that no barrier is needed after it.
+__device__ __forceinline__ Statistics layer_norm_statistics(const Share& v, float eps, int turn = 0) {
   Welford w{0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < STEPS + 1; i++) {
@@ -50,8 +51,9 @@ __device__ __forceinline__ Statistics layer_norm_statistics(const Share& v, floa
     count += upper_count;
   }
 
-  __shared__ Welford partial[4];
-  __shared__ float counts[4];
+  __shared__ Welford partials[2][4];
+  __shared__ float counts[4];  // the same in every turn
+  Welford* partial = partials[turn % 2];
   if (threadIdx.x == 0) partial[threadIdx.y] = w, counts[threadIdx.y] = count;
   __syncthreads();
   float n[4];

@@ -21,6 +21,10 @@ CTYPES: dict[torch.dtype, str] = {
 
 MAX_ROWS = 2**31 - 1
 
+CONTIGUOUS = torch.contiguous_format
+"""``torch.empty_like(x, memory_format=CONTIGUOUS)`` takes half as long on the host as ``torch.empty`` of x's shape,
+and that counts in a launch."""
+
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -78,6 +82,11 @@ def aligned(x: torch.Tensor, elements: int) -> bool:
     size = elements * x.element_size()
     strides = [s for length, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if length > 1]
     return x.data_ptr() % size == 0 and all(s % elements == 0 for s in strides)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has; a CPU stands for one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def no_overlap(x: torch.Tensor) -> bool:

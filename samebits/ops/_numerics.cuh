@@ -93,6 +93,17 @@ template <class E, int N> __device__ __forceinline__ void store(E* p, Vector<E, 
 #endif
 }
 
+// From global memory, of what nobody reads again soon: it is the first to leave the L2 and makes room there for what is written.
+template <class E, int N> __device__ __forceinline__ Vector<E, N> load_last(const E* p) {
+#ifdef __CUDA_ARCH__
+  Vector<E, N> v;
+  words(v) = __ldcs(reinterpret_cast<const Words<Vector<E, N>>*>(p));
+  return v;
+#else
+  return load<E, N>(p);
+#endif
+}
+
 template <class E, int N> __device__ __forceinline__ void store_shared(E* p, Vector<E, N> v) { *reinterpret_cast<Words<Vector<E, N>>*>(p) = words(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------

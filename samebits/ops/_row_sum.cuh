@@ -23,17 +23,21 @@ __device__ __forceinline__ int thread_of_row() { return SPLIT ? threadIdx.x : th
 __device__ constexpr int steps(int wide) { return (WIDTH / wide + THREADS - 1) / THREADS; }
 __device__ __forceinline__ int element_of(int step, int wide) { return (step * THREADS + thread_of_row()) * wide; }
 
-// Copy a row to shared memory and wait for it. WIDE is what one memory instruction moves: 4 elements, or 8 where the pointers allow.
-__device__ __forceinline__ void fetch_row(Element* shared, const Element* row) {
+// Begin to copy a row to shared memory. WIDE is what one memory instruction moves: 4 elements, or 8 where the pointers allow.
+__device__ __forceinline__ void begin_row(Element* shared, const Element* row) {
 #pragma unroll
   for (int i = 0; i < steps(WIDE); i++) {
     if (element_of(i, WIDE) < WIDTH) copy_async<Element, WIDE>(shared + element_of(i, WIDE), row + element_of(i, WIDE));
   }
+}
+
+// Wait until every row that was begun is there, for every thread; what was read before may be written again.
+__device__ __forceinline__ void await_row() {
   wait_for_copies();
   __syncthreads();
 }
 
-// block_x_reduce and block_y_reduce: the sum lands in every thread of the row.
+// block_x_reduce and block_y_reduce: the sum lands in every thread of the row. Between two of them there must be a barrier.
 __device__ __forceinline__ float fold_row(float a, int column, int group) {
   __shared__ float shared[GROUPS][COLUMNS];
   if constexpr (COLUMNS > 32) {
@@ -51,12 +55,10 @@ __device__ __forceinline__ float fold_row(float a, int column, int group) {
     if (column == 0 && group < offset) shared[group][0] = __fadd_rn(shared[group][0], shared[group + offset][0]);
     __syncthreads();
   }
-  const float total = shared[0][0];
-  __syncthreads();  // the next row sum writes here again
-  return total;
+  return shared[0][0];
 }
 
-// The sum of squares of a row in shared memory; every thread of the block gets it.
+// The sum of squares of a row in shared memory; every thread of the block gets it. Between two sums there must be a barrier.
 __device__ __forceinline__ float sum_of_squares(const Element* row) {
   if constexpr (SPLIT) {
     float a = 0.0f;
@@ -74,9 +76,7 @@ __device__ __forceinline__ float sum_of_squares(const Element* row) {
     __shared__ float lanes[32];
     if (threadIdx.x % 4 == 0) lanes[threadIdx.x / 4] = total;
     __syncthreads();
-    total = fold_lanes(lanes[threadIdx.x % 32], 32);
-    __syncthreads();  // the next row sum writes here again
-    return total;
+    return fold_lanes(lanes[threadIdx.x % 32], 32);
   } else {
     float a[4] = {};
 #pragma unroll

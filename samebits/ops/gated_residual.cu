@@ -20,7 +20,8 @@ gated_residual(const Element* __restrict__ h, const Element* __restrict__ gate, 
                const INDEX* __restrict__ index, Element* __restrict__ out, int tokens, long long h_batch_stride,
                long long h_token_stride, long long y_batch_stride, long long y_token_stride, long long gate_stride,
                long long index_batch_stride, long long index_token_stride) {
-  const long long token = blockIdx.x, batch = blockIdx.y;
+  // From the last row to the first: what came last into the L2 is read first, and what the next kernel reads first comes in last.
+  const long long token = gridDim.x - 1 - blockIdx.x, batch = gridDim.y - 1 - blockIdx.y;
   const Element* h_row = h + batch * h_batch_stride + token * h_token_stride;  // (WIDTH,)
   const Element* y_row = y + batch * y_batch_stride + token * y_token_stride;  // (WIDTH,)
   long long gate_sample = batch;
@@ -29,7 +30,7 @@ gated_residual(const Element* __restrict__ h, const Element* __restrict__ gate, 
   Element* out_row = out + (batch * tokens + token) * WIDTH;  // (WIDTH,)
 #pragma unroll 4
   for (int at = threadIdx.x * WIDE; at < WIDTH; at += THREADS * WIDE) {
-    const Vector<Element, WIDE> a = load<Element, WIDE>(h_row + at), b = load<Element, WIDE>(y_row + at);
+    const Vector<Element, WIDE> a = load_last<Element, WIDE>(h_row + at), b = load_last<Element, WIDE>(y_row + at);
     const Vector<Element, WIDE> g = load<Element, WIDE>(gate_row + at);
     Vector<Element, WIDE> o;
 #pragma unroll

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from samebits import jit
-from samebits.ops._layout import CTYPES, HERE, aligned, randn
+from samebits.ops._layout import CONTIGUOUS, CTYPES, HERE, aligned, gives_contiguous_output, in_order, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
 
 SOURCE = HERE / "gated_residual.cu"
@@ -79,8 +79,11 @@ def unsupported(
     for name, t in (("h", h), ("gate", gate), ("y", y)):
         if t.stride(-1) != 1 or not aligned(t, 4):
             return f"the rows of {name} must be contiguous and aligned to four elements"
-    if not h.stride(0) >= h.stride(1) > 0:
-        return f"the tokens and samples of h must lie one after another and apart; its strides are {h.stride()}"
+    if not gives_contiguous_output(h):
+        return f"the dimensions of h must lie in memory in their order and apart; its strides are {h.stride()}"
+    for name, t in (("gate", gate), ("y", y)):
+        if not in_order(t):
+            return f"the dimensions of {name} must lie in memory in their order; its strides are {t.stride()}"
     return None
 
 
@@ -106,8 +109,7 @@ def prepare(
         index_batch_stride=index.stride(0) if index is not None else 0,
         index_token_stride=index.stride(1) if index is not None else 0,
     )
-    shape, dtype, device, device_index = h.shape, h.dtype, h.device, h.device.index or 0
-    empty = torch.empty
+    device_index, empty_like = h.device.index or 0, torch.empty_like
 
     def launch(
         h: torch.Tensor,
@@ -118,7 +120,7 @@ def prepare(
         *,
         out: tuple[torch.Tensor, ...] | None = None,
     ) -> torch.Tensor:
-        result = empty(shape, dtype=dtype, device=device) if out is None else out[0]
+        result = empty_like(h, memory_format=CONTIGUOUS) if out is None else out[0]
         bound(
             device_index,
             h.data_ptr(),

@@ -21,7 +21,8 @@ gated_residual_norm_modulate(const Element* __restrict__ h, const Element* __res
                              int tokens, long long h_batch_stride, long long h_token_stride, long long y_batch_stride,
                              long long y_token_stride, long long gate_stride, long long scale_stride,
                              long long shift_stride, long long index_batch_stride, long long index_token_stride, float eps) {
-  const long long token = blockIdx.x, batch = blockIdx.y;
+  // From the last row to the first: what came last into the L2 is read first, and what the next kernel reads first comes in last.
+  const long long token = gridDim.x - 1 - blockIdx.x, batch = blockIdx.y;
   const Element* h_row = h + batch * h_batch_stride + token * h_token_stride;  // (WIDTH,)
   const Element* y_row = y + batch * y_batch_stride + token * y_token_stride;  // (WIDTH,)
   const long long modulation = modulation_row(index, batch * index_batch_stride + token * index_token_stride);

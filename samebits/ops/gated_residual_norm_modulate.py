@@ -12,7 +12,7 @@ import torch
 
 from samebits import jit
 from samebits.ops import gated_residual, layer_norm_modulate
-from samebits.ops._layout import CTYPES, HERE, randn
+from samebits.ops._layout import CONTIGUOUS, CTYPES, HERE, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
 
 SOURCE = HERE / "gated_residual_norm_modulate.cu"
@@ -99,8 +99,7 @@ def prepare(
         index_token_stride=index.stride(1) if index is not None else 0,
         eps=float(eps),
     )
-    shape, dtype, device, device_index = h.shape, h.dtype, h.device, h.device.index or 0
-    empty = torch.empty
+    device_index, empty_like = h.device.index or 0, torch.empty_like
 
     def launch(
         h: torch.Tensor,
@@ -115,7 +114,7 @@ def prepare(
         out: tuple[torch.Tensor, ...] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         if out is None:
-            out = (empty(shape, dtype=dtype, device=device), empty(shape, dtype=dtype, device=device))
+            out = (empty_like(h, memory_format=CONTIGUOUS), empty_like(h, memory_format=CONTIGUOUS))
         bound(
             device_index,
             h.data_ptr(),

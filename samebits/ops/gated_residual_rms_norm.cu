@@ -5,30 +5,42 @@
 //   x' = round(x + p)                     kept
 //   z = round(RMS(x', weight) * g)        where HAS_NEXT; g = round(1 + scale); without a scale just RMS(x', weight)
 //
+// With HAS_GATES also the tanh of the next block's two gates: _gates.cuh.
+//
 // Macros: ELEMENT; WIDTH; COLUMNS, GROUPS ATen's geometry; WIDE elements that one memory instruction moves (4, or 8 where
-// the pointers allow); HAS_GATE, HAS_NEXT, HAS_SCALE 0 or 1.
+// the pointers allow); HAS_GATE, HAS_NEXT, HAS_SCALE, HAS_GATES 0 or 1.
 
 #include "_numerics.cuh"
 
 using Element = ELEMENT;
 
+#include "_gates.cuh"
 #include "_row_sum.cuh"
 
 // grid (rows), block as _row_sum.cuh says, shared (WIDTH,) elements
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, SPLIT ? 16 : 1)
 gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict__ gate, const Element* __restrict__ y,
                         const Element* __restrict__ y_weight, const Element* __restrict__ weight,
-                        const Element* __restrict__ scale, Element* __restrict__ x_out, Element* __restrict__ z_out,
-                        int tokens, long long x_sample_stride, long long x_token_stride, long long y_sample_stride,
+                        const Element* __restrict__ scale, const Element* __restrict__ gate_msa,
+                        const Element* __restrict__ gate_mlp, Element* __restrict__ x_out, Element* __restrict__ z_out,
+                        Element* __restrict__ gate_msa_out, Element* __restrict__ gate_mlp_out, int tokens,
+                        long long x_sample_stride, long long x_token_stride, long long y_sample_stride,
                         long long y_token_stride, long long gate_sample_stride, long long gate_token_stride,
-                        long long scale_sample_stride, long long scale_token_stride, float eps) {
+                        long long scale_sample_stride, long long scale_token_stride, int gate_rows,
+                        long long gate_msa_stride, long long gate_mlp_stride, float eps) {
   extern __shared__ uint4 shared[];
   Element* row = reinterpret_cast<Element*>(shared);  // (WIDTH,): first y, then x'
-  const int sample = blockIdx.x / tokens, token = blockIdx.x - sample * tokens;
+  // From the last row to the first: what came last into the L2 is read first, and what the next kernel reads first comes in last.
+  const int index = gridDim.x - 1 - blockIdx.x, sample = index / tokens, token = index - sample * tokens;
   const Element* x_row = x + sample * x_sample_stride + token * x_token_stride;           // (WIDTH,)
   const Element* gate_row = gate + sample * gate_sample_stride + token * gate_token_stride;  // (WIDTH,)
-  const long long out = (long long)blockIdx.x * WIDTH;
-  fetch_row(row, y + sample * y_sample_stride + token * y_token_stride);
+  const long long out = (long long)index * WIDTH;
+  begin_row(row, y + sample * y_sample_stride + token * y_token_stride);
+  if (HAS_GATES) {
+    open_gates(Gates{gate_msa, gate_mlp, gate_msa_out, gate_mlp_out, gate_rows, gate_msa_stride, gate_mlp_stride},
+               (long long)blockIdx.x * THREADS + thread_of_row(), (long long)gridDim.x * THREADS);
+  }
+  await_row();
   float r = reciprocal_root_mean_square(row, gridDim.x, eps);
   __syncthreads();  // every thread has read what the next loop overwrites
 #pragma unroll

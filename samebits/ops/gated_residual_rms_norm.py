@@ -1,8 +1,8 @@
 """A gated residual of a normalised branch, and the next norm of the result: Z-Image's chain.
 
-``x + gate * RMSNorm(y)``, then ``RMSNorm(x') * (1 + scale)``. Roundings to the element type: after ``y * r``, after y's
-weight, after the gate, after the residual sum, and those of ``rms_norm_scale``. The means reproduce ATen's
-``reduce_kernel``, see ``_row_sum.cuh``.
+``x + gate * RMSNorm(y)``, then ``RMSNorm(x') * (1 + scale)``, and beside it the tanh of two gates, where the norm is
+the first of the next block. Roundings to the element type: after ``y * r``, after y's weight, after the gate, after the
+residual sum, and those of ``rms_norm_scale``. The means reproduce ATen's ``reduce_kernel``, see ``_row_sum.cuh``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from samebits import jit
 from samebits.ops import rms_norm_scale
-from samebits.ops._layout import CTYPES, HERE, aligned, randn
+from samebits.ops._layout import CONTIGUOUS, CTYPES, HERE, aligned, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Outputs, Variant
 from samebits.ops._reduce_plan import reduce_plan
 from samebits.ops.qk_norm import rms_norm
@@ -29,6 +29,8 @@ def reference(
     weight: torch.Tensor | None,
     scale: torch.Tensor | None,
     eps: float,
+    gate_msa: torch.Tensor | None = None,
+    gate_mlp: torch.Tensor | None = None,
 ) -> Outputs:
     """Compute the chain in eager, as Z-Image's block spells it.
 
@@ -46,15 +48,21 @@ def reference(
         ``(B, 1, D)`` or ``(B, S, D)``: the next norm is multiplied with ``1 + scale``.
     eps : float
         Added to both mean squares.
+    gate_msa, gate_mlp : torch.Tensor, optional
+        ``(B or 1, 1, D)``: the next block's gates before their tanh; both or none, and only with ``weight``.
 
     Returns
     -------
     torch.Tensor or tuple of torch.Tensor
-        The new residual stream and, with ``weight``, its scaled norm; ``(B, S, D)``, contiguous.
+        The new residual stream and, with ``weight``, its scaled norm, ``(B, S, D)``, contiguous; with the next block's
+        gates also their tanh, contiguous.
     """
     branch = rms_norm(y, y_weight, eps, "diffusers")
     x = x + (branch if gate is None else gate * branch)
-    return x if weight is None else (x, rms_norm_scale.scaled_norm(x, weight, scale, eps))
+    if weight is None:
+        return x
+    normed = rms_norm_scale.scaled_norm(x, weight, scale, eps)
+    return (x, normed) if gate_msa is None or gate_mlp is None else (x, normed, gate_msa.tanh(), gate_mlp.tanh())
 
 
 def unsupported(
@@ -65,6 +73,8 @@ def unsupported(
     weight: torch.Tensor | None,
     scale: torch.Tensor | None,
     eps: float,
+    gate_msa: torch.Tensor | None = None,
+    gate_mlp: torch.Tensor | None = None,
 ) -> str | None:
     """Say why the kernel does not take these arguments, or return ``None``. See :func:`reference` for the shapes."""
     if x.dim() != 3 or tuple(x.shape) != tuple(y.shape):
@@ -76,7 +86,10 @@ def unsupported(
     # The gate broadcasts as a scale does, and the residual stream is laid out as the next norm wants it.
     if reason := rms_norm_scale.unsupported(y, y_weight, gate, eps):
         return f"the branch: {reason.replace('scale', 'gate')}"
-    if reason := rms_norm_scale.unsupported(x, y_weight if weight is None else weight, scale, eps):
+    if weight is None and (gate_msa is not None or gate_mlp is not None):
+        return "the gates of a next block need the weight of its norm"
+    next_weight = y_weight if weight is None else weight
+    if reason := rms_norm_scale.unsupported(x, next_weight, scale, eps, gate_msa, gate_mlp):
         return f"the residual stream: {reason}"
     return None
 
@@ -89,6 +102,8 @@ def prepare(
     weight: torch.Tensor | None,
     scale: torch.Tensor | None,
     eps: float,
+    gate_msa: torch.Tensor | None = None,
+    gate_mlp: torch.Tensor | None = None,
 ) -> Launcher:
     """Compile the kernel for these arguments' signature and plan its launch."""
     batch, tokens, width = x.shape
@@ -96,7 +111,7 @@ def prepare(
     plan = reduce_plan(rows, width, 4)
     if plan is None:
         raise ValueError("gated_residual_rms_norm has no plan for these arguments; ask `unsupported` first")
-    tensors = [t for t in (x, gate, y, y_weight, weight, scale) if t is not None]
+    tensors = [t for t in (x, gate, y, y_weight, weight, scale, gate_msa, gate_mlp) if t is not None]
     wide = 8 if x.element_size() == 2 and width % 8 == 0 and all(aligned(t, 8) for t in tensors) else 4
     constants: dict[str, int | str] = {
         "ELEMENT": CTYPES[x.dtype],
@@ -107,6 +122,7 @@ def prepare(
         "HAS_GATE": int(gate is not None),
         "HAS_NEXT": int(weight is not None),
         "HAS_SCALE": int(scale is not None),
+        "HAS_GATES": int(gate_msa is not None),
     }
     gate_strides, scale_strides = rms_norm_scale.broadcast_strides(gate), rms_norm_scale.broadcast_strides(scale)
     bound = jit.compile(SOURCE, "gated_residual_rms_norm", constants, x.device).bind(
@@ -122,10 +138,10 @@ def prepare(
         gate_token_stride=gate_strides[1],
         scale_sample_stride=scale_strides[0],
         scale_token_stride=scale_strides[1],
+        **rms_norm_scale.gate_scalars(gate_msa, gate_mlp),
         eps=float(eps),
     )
-    shape, dtype, device, device_index, empty = x.shape, x.dtype, x.device, x.device.index or 0, torch.empty
-    has_next = weight is not None
+    device_index, empty_like = x.device.index or 0, torch.empty_like
 
     def launch(
         x: torch.Tensor,
@@ -135,12 +151,21 @@ def prepare(
         weight: torch.Tensor | None,
         scale: torch.Tensor | None,
         eps: float,
+        gate_msa: torch.Tensor | None = None,
+        gate_mlp: torch.Tensor | None = None,
         *,
         out: tuple[torch.Tensor, ...] | None = None,
     ) -> Outputs:
         if out is None:
-            stream = empty(shape, dtype=dtype, device=device)
-            out = (stream, empty(shape, dtype=dtype, device=device)) if has_next else (stream,)
+            stream = empty_like(x, memory_format=CONTIGUOUS)
+            if weight is None:
+                out = (stream,)
+            elif gate_msa is None or gate_mlp is None:
+                out = (stream, empty_like(stream))
+            else:
+                opened = (empty_like(gate, memory_format=CONTIGUOUS) for gate in (gate_msa, gate_mlp))
+                out = (stream, empty_like(stream), *opened)
+        has_gates = len(out) == 4
         bound(
             device_index,
             x.data_ptr(),
@@ -149,20 +174,32 @@ def prepare(
             y_weight.data_ptr(),
             0 if weight is None else weight.data_ptr(),
             0 if scale is None else scale.data_ptr(),
+            0 if gate_msa is None else gate_msa.data_ptr(),
+            0 if gate_mlp is None else gate_mlp.data_ptr(),
             out[0].data_ptr(),
-            out[1].data_ptr() if has_next else 0,
+            0 if weight is None else out[1].data_ptr(),
+            out[2].data_ptr() if has_gates else 0,
+            out[3].data_ptr() if has_gates else 0,
         )
-        return out if has_next else out[0]
+        return out[0] if weight is None else out
 
     return launch
 
 
 def allocate(
-    x: torch.Tensor, gate: Any, y: torch.Tensor, y_weight: torch.Tensor, weight: Any, *_: Any
+    x: torch.Tensor,
+    gate: Any,
+    y: torch.Tensor,
+    y_weight: torch.Tensor,
+    weight: Any,
+    scale: Any,
+    eps: float,
+    gate_msa: torch.Tensor | None = None,
+    gate_mlp: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the uninitialised outputs, ``(B, S, D)`` contiguous: one, or two with the next norm."""
-    count = 1 if weight is None else 2
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(count))
+    """Return the uninitialised outputs, contiguous: one, or two with the next norm, and two of the gates' shape."""
+    likes = [x, None if weight is None else x, gate_msa, gate_mlp]
+    return tuple(torch.empty(like.shape, dtype=x.dtype, device=x.device) for like in likes if like is not None)
 
 
 def bytes_moved(
@@ -173,9 +210,12 @@ def bytes_moved(
     weight: torch.Tensor | None,
     scale: torch.Tensor | None,
     eps: float,
+    gate_msa: torch.Tensor | None = None,
+    gate_mlp: torch.Tensor | None = None,
 ) -> int:
-    """Return the bytes that one call must move: x, y, gate, weights and scale in, the results out."""
+    """Return the bytes that one call must move: x, y, gates, weights and scale in, the results out."""
     elements = (3 if weight is None else 4) * x.numel()
+    elements += 2 * sum(t.numel() for t in (gate_msa, gate_mlp) if t is not None)
     elements += sum(t.numel() for t in (gate, y_weight, weight, scale) if t is not None)
     return elements * x.element_size()
 
@@ -189,11 +229,14 @@ def _case(
         weights = (1 + randn((2, width), torch.float32, device, seed + 2, 0.1)).to(dtype)
         rows = tokens if form == "per-token" else 1
         gate, scale = randn((batch, rows, 2 * width), dtype, device, seed + 3).chunk(2, dim=-1)
+        # the next block's projection, chunked
+        next_scale, gate_msa, _, gate_mlp = randn((batch, 1, 4 * width), dtype, device, seed + 4).chunk(4, dim=-1)
         if form == "no-modulation":
             return x, None, y, weights[0].clone(), weights[1].clone(), None, 1e-5
         if form == "last":
             return x, gate.tanh(), y, weights[0].clone(), None, None, 1e-5
-        return x, gate.tanh(), y, weights[0].clone(), weights[1].clone(), scale, 1e-5
+        args = x, gate.tanh(), y, weights[0].clone(), weights[1].clone()
+        return (*args, next_scale, 1e-5, gate_msa, gate_mlp) if form == "next-block" else (*args, scale, 1e-5)
 
     name = f"{batch}x{tokens}x{width}" + (f" {form}" if form else "") + (f" x{amplitude:g}" if amplitude != 1 else "")
     return Case(name, dtype, 2 * batch * tokens, build)
@@ -203,8 +246,10 @@ _BF16 = torch.bfloat16
 CASES = (
     _case(4224, 3840, _BF16),
     _case(4224, 3840, _BF16, form="last"),
+    _case(4224, 3840, _BF16, form="next-block"),
     _case(128, 3840, _BF16, form="no-modulation"),
     *(_case(rows, 3840, _BF16) for rows in (1, 2, 4, 8, 15, 17)),
+    *(_case(5, 1000, dtype, batch=2, form="next-block") for dtype in CTYPES if dtype.is_floating_point),
     *(
         _case(rows, width, dtype, batch=2)
         for rows in (1, 5, 9)
@@ -220,15 +265,18 @@ CASES = (
 def _variant(element: str, width: int, columns: int, groups: int, **has: int) -> Variant:
     constants: dict[str, int | str] = {"ELEMENT": element, "WIDTH": width, "COLUMNS": columns, "GROUPS": groups}
     constants |= {"WIDE": 4 if element == "float" else 8, "HAS_GATE": 1, "HAS_NEXT": 1, "HAS_SCALE": 1}
+    constants["HAS_GATES"] = 1
     return "gated_residual_rms_norm", constants | has, False
 
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (
     _variant("__nv_bfloat16", 3840, 32, 1),
-    _variant("__half", 3840, 256, 1, HAS_NEXT=0, HAS_SCALE=0),
+    _variant("__half", 3840, 256, 1, HAS_SCALE=0),
     _variant("float", 8192, 32, 16, HAS_GATE=0),
 )
 """Kernel, constants, and whether an FMA is owed (never here)."""
+CUDA_FUNCTION = "tanhf"
+"""CUDA's own function that the kernel calls; the approximate instructions inside it are ATen's as well."""
 
 OP = Op(
     name="gated_residual_rms_norm",
@@ -241,6 +289,7 @@ OP = Op(
     sources=(
         SOURCE,
         HERE / "_numerics.cuh",
+        HERE / "_gates.cuh",
         HERE / "_row_sum.cuh",
         HERE / "gated_residual_rms_norm.py",
         HERE / "_layout.py",
@@ -248,5 +297,5 @@ OP = Op(
         HERE / "qk_norm.py",
         HERE / "rms_norm_scale.py",
     ),
-    headline=tuple(case.name for case in CASES[:3]),
+    headline=tuple(case.name for case in CASES[:4]),
 )

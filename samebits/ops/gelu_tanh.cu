@@ -14,7 +14,7 @@
 using Element = ELEMENT;
 
 #ifdef WIDE
-constexpr int THREADS = 256;
+constexpr int THREADS = 128;
 
 // grid (blocks), block (THREADS): one vector a thread, the last thread also what is left over
 extern "C" __global__ void __launch_bounds__(THREADS)

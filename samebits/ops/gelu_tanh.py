@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from samebits import jit
-from samebits.ops._layout import CTYPES, HERE, randn
+from samebits.ops._layout import CONTIGUOUS, CTYPES, HERE, multiprocessors, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
 
 SOURCE = HERE / "gelu_tanh.cu"
-_THREADS = 256
+_THREADS = 128
 _TABLE_THREADS, _TABLE_BLOCKS = 1024, 2  # in a block, and as many blocks as a multiprocessor holds
-TABLE_FROM = 1 << 20
-"""From how many bf16 elements on filling a table in every block costs less than it saves."""
+TABLE_FROM = 5 << 20
+"""From how many bf16 elements on filling a table in every block costs less than it saves: measured on an H200, where
+eager, the formula and the table take 3.5, 3.6 and 4.8 us for 1.6 million elements, 8.8, 9.2 and 8.6 us for 6.3 million,
+and 68.6, 67.9 and 51.3 us for 50 million between two GEMMs."""
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:
@@ -36,27 +38,22 @@ def unsupported(x: torch.Tensor) -> str | None:
     return None
 
 
-def _multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors the device has; a CPU stands for one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def prepare(x: torch.Tensor) -> Launcher:
     """Compile the kernel for x's signature and plan its launch."""
     elements, wide = x.numel(), 16 // x.element_size()
     if x.dtype == torch.bfloat16 and elements >= TABLE_FROM:
         # Blocks that stay, one vector after another: each fills the table once.
-        blocks = min(_TABLE_BLOCKS * _multiprocessors(x.device), -(-elements // (wide * _TABLE_THREADS)))
+        blocks = min(_TABLE_BLOCKS * multiprocessors(x.device), -(-elements // (wide * _TABLE_THREADS)))
         kernel = jit.compile(SOURCE, "gelu_tanh_by_table", {"ELEMENT": CTYPES[x.dtype]}, x.device)
         bound = kernel.bind((blocks, 1, 1), (_TABLE_THREADS, 1, 1), 0, elements=elements)
     else:
         constants: dict[str, int | str] = {"ELEMENT": CTYPES[x.dtype], "WIDE": wide}
         kernel = jit.compile(SOURCE, "gelu_tanh_direct", constants, x.device)
         bound = kernel.bind((-(-elements // (wide * _THREADS)), 1, 1), (_THREADS, 1, 1), 0, elements=elements)
-    shape, dtype, device, device_index, empty = x.shape, x.dtype, x.device, x.device.index or 0, torch.empty
+    device_index, empty_like = x.device.index or 0, torch.empty_like
 
     def launch(x: torch.Tensor, *, out: tuple[torch.Tensor, ...] | None = None) -> torch.Tensor:
-        y = empty(shape, dtype=dtype, device=device) if out is None else out[0]
+        y = empty_like(x, memory_format=CONTIGUOUS) if out is None else out[0]
         bound(device_index, x.data_ptr(), y.data_ptr())
         return y
 

@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from samebits import jit
-from samebits.ops._layout import CTYPES, HERE, aligned, in_order, randn
+from samebits.ops._layout import CONTIGUOUS, CTYPES, HERE, aligned, in_order, multiprocessors, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
 
 SOURCE = HERE / "layer_norm_modulate.cu"
 MAX_WIDTH = 16384
 _MAX_GRID_Y = 65535
+_SPAN = 512  # elements that ATen's 128 threads take in one step
+_BLOCKS, _MOST_SHARE_BYTES = 8, 64  # blocks of a multiprocessor that take one row after another; as measured on an H200
 
 
 def reference(
@@ -96,11 +98,15 @@ def prepare(
 ) -> Launcher:
     """Compile the kernel for these arguments' signature and plan its launch."""
     batch, tokens, width = x.shape
+    # Two rows of a thread's share fit its registers while one has at most so many bytes.
+    keeps_two = -(-width // _SPAN) * 4 * x.element_size() <= _MOST_SHARE_BYTES
+    blocks = max(1, _BLOCKS * multiprocessors(x.device) // batch) if keeps_two else tokens
     constants: dict[str, int | str] = {"ELEMENT": CTYPES[x.dtype], "WIDTH": width}
+    constants |= {"AHEAD": int(keeps_two), "BLOCKS": _BLOCKS if keeps_two else 1}
     if index is not None:
         constants["INDEX"] = CTYPES[index.dtype]
     bound = jit.compile(SOURCE, "layer_norm_modulate", constants, x.device).bind(
-        (tokens, batch, 1),
+        (min(tokens, blocks), batch, 1),
         (32, 4, 1),
         0,
         tokens=tokens,
@@ -112,8 +118,7 @@ def prepare(
         index_token_stride=index.stride(1) if index is not None else 0,
         eps=float(eps),
     )
-    shape, dtype, device, device_index = x.shape, x.dtype, x.device, x.device.index or 0
-    empty = torch.empty
+    device_index, empty_like = x.device.index or 0, torch.empty_like
 
     def launch(
         x: torch.Tensor,
@@ -124,7 +129,7 @@ def prepare(
         *,
         out: tuple[torch.Tensor, ...] | None = None,
     ) -> torch.Tensor:
-        y = empty(shape, dtype=dtype, device=device) if out is None else out[0]
+        y = empty_like(x, memory_format=CONTIGUOUS) if out is None else out[0]
         bound(
             device_index,
             x.data_ptr(),
@@ -189,11 +194,17 @@ CASES = (
     *(_case(64, 3072, _HALF, amplitude=amplitude) for amplitude in (1e-3, 40.0, 200.0)),
 )
 
+
+def _variant(element: str, width: int, ahead: int, **index: str) -> Variant:
+    constants: dict[str, int | str] = {"ELEMENT": element, "WIDTH": width, "AHEAD": ahead}
+    return "layer_norm_modulate", constants | {"BLOCKS": _BLOCKS if ahead else 1} | index, True
+
+
 COMPILE_VARIANTS: tuple[Variant, ...] = (
-    ("layer_norm_modulate", {"ELEMENT": "__nv_bfloat16", "WIDTH": 3072}, True),
-    ("layer_norm_modulate", {"ELEMENT": "__half", "WIDTH": 4096, "INDEX": "int"}, True),
-    ("layer_norm_modulate", {"ELEMENT": "float", "WIDTH": 16384}, True),
-    ("layer_norm_modulate", {"ELEMENT": "__nv_bfloat16", "WIDTH": 3844, "INDEX": "long long"}, True),
+    _variant("__nv_bfloat16", 3072, 1),
+    _variant("__half", 4096, 1, INDEX="int"),
+    _variant("float", 16384, 0),
+    _variant("__nv_bfloat16", 3844, 1, INDEX="long long"),
 )
 """Kernel, constants, and whether an FMA is owed (Welford's updates are FMAs in ATen's own machine code)."""
 

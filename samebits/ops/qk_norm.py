@@ -18,7 +18,17 @@ import torch
 import torch.nn.functional as F
 
 from samebits import jit
-from samebits.ops._layout import CTYPES, HERE, MAX_ROWS, RowLayout, aligned, gives_contiguous_output, no_overlap, randn
+from samebits.ops._layout import (
+    CONTIGUOUS,
+    CTYPES,
+    HERE,
+    MAX_ROWS,
+    RowLayout,
+    aligned,
+    gives_contiguous_output,
+    no_overlap,
+    randn,
+)
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
 from samebits.ops._reduce_plan import ReducePlan, reduce_plan, why_no_plan, why_no_rms_norm_plan
 
@@ -166,8 +176,8 @@ def prepare(
         k_head_stride=k.stride(2),
         eps=float(eps),
     )
-    q_shape, k_shape, dtype, device = q.shape, k.shape, q_weight.dtype, q.device
-    device_index, empty = device.index or 0, torch.empty
+    dtype, device_index, empty_like = q_weight.dtype, q.device.index or 0, torch.empty_like
+    keeps_dtype = dtype == q.dtype
 
     def launch(
         q: torch.Tensor,
@@ -180,7 +190,13 @@ def prepare(
         out: tuple[torch.Tensor, ...] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         if out is None:
-            out = (empty(q_shape, dtype=dtype, device=device), empty(k_shape, dtype=dtype, device=device))
+            if keeps_dtype:
+                out = (empty_like(q, memory_format=CONTIGUOUS), empty_like(k, memory_format=CONTIGUOUS))
+            else:
+                out = (
+                    empty_like(q, dtype=dtype, memory_format=CONTIGUOUS),
+                    empty_like(k, dtype=dtype, memory_format=CONTIGUOUS),
+                )
         bound(
             device_index,
             q.data_ptr(),

@@ -13,7 +13,7 @@ import torch
 
 from samebits import jit
 from samebits.ops import qk_norm
-from samebits.ops._layout import CTYPES, HERE, aligned, randn
+from samebits.ops._layout import CONTIGUOUS, CTYPES, HERE, aligned, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Outputs, Variant
 
 SOURCE = HERE / "qk_norm_rope.cu"
@@ -208,17 +208,47 @@ def prepare(
         **strides,
     )
     shape, dtype, device = (batch, text_tokens + tokens, heads, head_dim), q_weight.dtype, q.device
-    device_index, count, empty = device.index or 0, 2 if v is None else 3, torch.empty
+    device_index, is_like_q = device.index or 0, text_q is None and dtype == q.dtype
+    empty, empty_like = torch.empty, torch.empty_like
 
-    def launch(*args: Any, out: tuple[torch.Tensor, ...] | None = None) -> Outputs:
+    def launch(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: Maybe,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        table: torch.Tensor,
+        text_q: Maybe,
+        text_k: Maybe,
+        text_v: Maybe,
+        text_q_weight: Maybe,
+        text_k_weight: Maybe,
+        text_table: Maybe,
+        eps: float,
+        kind: str,
+        *,
+        out: tuple[torch.Tensor, ...] | None = None,
+    ) -> Outputs:
         if out is None:
-            out = tuple(empty(shape, dtype=dtype, device=device) for _ in range(count))
+            first = empty_like(q, memory_format=CONTIGUOUS) if is_like_q else empty(shape, dtype=dtype, device=device)
+            out = (first, empty_like(first)) if v is None else (first, empty_like(first), empty_like(first))
         bound(
             device_index,
-            *(0 if t is None else t.data_ptr() for t in args[:12]),
+            q.data_ptr(),
+            k.data_ptr(),
+            0 if v is None else v.data_ptr(),
+            q_weight.data_ptr(),
+            k_weight.data_ptr(),
+            table.data_ptr(),
+            0 if text_q is None else text_q.data_ptr(),
+            0 if text_k is None else text_k.data_ptr(),
+            0 if text_v is None else text_v.data_ptr(),
+            0 if text_q_weight is None else text_q_weight.data_ptr(),
+            0 if text_k_weight is None else text_k_weight.data_ptr(),
+            0 if text_table is None else text_table.data_ptr(),
             out[0].data_ptr(),
             out[1].data_ptr(),
-            0 if count == 2 else out[2].data_ptr(),
+            0 if v is None else out[2].data_ptr(),
         )
         return out
 

@@ -4,70 +4,66 @@
 //   n = round(x * r)                                 fp32 product, cast to the weight's type
 //   g = round(1 + scale)                             its own eager kernel
 //   y = round(round(n * weight) * g)                 two eager kernels, two roundings; without scale just the first
-//   t = round(tanh(gate))                            of two gates, which the block needs later; its own eager kernel
+//
+// With HAS_GATES also the tanh of two gates: _gates.cuh.
 //
 // Macros: ELEMENT; WIDTH; COLUMNS, GROUPS ATen's geometry; WIDE elements that one memory instruction moves (4, or 8 where
-// the pointers allow); HAS_SCALE, HAS_GATES 0 or 1.
+// the pointers allow); HAS_SCALE, HAS_GATES 0 or 1; AHEAD, the blocks of a multiprocessor that stay and take one row after another,
+// the next one already on its way, or 0 where every block takes one row.
 
 #include "_numerics.cuh"
 
 using Element = ELEMENT;
 
+#include "_gates.cuh"
 #include "_row_sum.cuh"
 
-// One vector of the gates, which lie one after the other, (2, gate_rows, WIDTH): `at` counts vectors.
-__device__ __forceinline__ void open_gate(const Element* gate, const Element* next_gate, Element* gate_out, Element* next_gate_out,
-                                          int at, int gate_rows, long long gate_stride, long long next_gate_stride) {
-  constexpr int VECTORS = WIDTH / WIDE;
-  const bool is_next = at >= gate_rows * VECTORS;
-  if (is_next) at -= gate_rows * VECTORS;
-  const int row = at / VECTORS, column = (at - row * VECTORS) * WIDE;
-  if (row >= gate_rows) return;
-  const Element* from = is_next ? next_gate + row * next_gate_stride : gate + row * gate_stride;  // (WIDTH,)
-  const Vector<Element, WIDE> v = load<Element, WIDE>(from + column);
-  Vector<Element, WIDE> o;
-#pragma unroll
-  for (int k = 0; k < WIDE / 2; k++) o.pair[k] = tanh_of<Element>(v.pair[k]);
-  store((is_next ? next_gate_out : gate_out) + (long long)row * WIDTH + column, o);
-}
-
-// grid (gate_blocks + rows), block as _row_sum.cuh says, shared (WIDTH,) elements. The first blocks have the gates, a vector a
-// thread: a few elements, computed here while the rows are on their way.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// grid (rows), or with AHEAD as many as stay; block as _row_sum.cuh says; shared (WIDTH,) elements, with AHEAD (2, WIDTH)
+extern "C" __global__ void __launch_bounds__(THREADS, AHEAD ? AHEAD : 1)
 rms_norm_scale(const Element* __restrict__ x, const Element* __restrict__ weight, const Element* __restrict__ scale,
-               const Element* __restrict__ gate, const Element* __restrict__ next_gate, Element* __restrict__ y,
-               Element* __restrict__ gate_out, Element* __restrict__ next_gate_out, int rows, int tokens,
+               const Element* __restrict__ gate_msa, const Element* __restrict__ gate_mlp, Element* __restrict__ y,
+               Element* __restrict__ gate_msa_out, Element* __restrict__ gate_mlp_out, int rows, int tokens,
                long long x_sample_stride, long long x_token_stride, long long scale_sample_stride,
-               long long scale_token_stride, int gate_blocks, int gate_rows, long long gate_stride,
-               long long next_gate_stride, float eps) {
+               long long scale_token_stride, int gate_rows, long long gate_msa_stride, long long gate_mlp_stride, float eps) {
   extern __shared__ uint4 shared[];
-  int index = blockIdx.x;
-  if (HAS_GATES) {
-    if (index < gate_blocks) {
-      open_gate(gate, next_gate, gate_out, next_gate_out, index * THREADS + thread_of_row(), gate_rows, gate_stride, next_gate_stride);
-      return;
-    }
-    index -= gate_blocks;
-  }
   Element* row = reinterpret_cast<Element*>(shared);  // (WIDTH,)
-  const int sample = index / tokens, token = index - sample * tokens;
-  fetch_row(row, x + sample * x_sample_stride + token * x_token_stride);
-  const float r = reciprocal_root_mean_square(row, rows, eps);
-
-  const Element* scale_row = scale + sample * scale_sample_stride + token * scale_token_stride;  // (WIDTH,)
-  Element* out = y + (long long)index * WIDTH;                                                   // (WIDTH,)
-#pragma unroll
-  for (int i = 0; i < steps(WIDE); i++) {
-    const int at = element_of(i, WIDE);
-    if (at >= WIDTH) break;
-    const Vector<Element, WIDE> v = load<Element, WIDE>(row + at), w = load<Element, WIDE>(weight + at);
-    Vector<Element, WIDE> s = {}, o;
-    if (HAS_SCALE) s = load<Element, WIDE>(scale_row + at);
-#pragma unroll
-    for (int k = 0; k < WIDE / 2; k++) {
-      o.pair[k] = rms_norm(v.pair[k], r, w.pair[k]);
-      if (HAS_SCALE) o.pair[k] = product(o.pair[k], one_plus<Element>(s.pair[k]));
+  Element* row_ahead = row + WIDTH;                   // (WIDTH,), with AHEAD
+  unsigned index = blockIdx.x;
+  unsigned sample = index / tokens, token = index - sample * tokens;
+  begin_row(row, x + sample * x_sample_stride + token * x_token_stride);
+  // The last blocks have the fewest rows.
+  if (HAS_GATES) {
+    const long long block = gridDim.x - 1 - blockIdx.x;
+    open_gates(Gates{gate_msa, gate_mlp, gate_msa_out, gate_mlp_out, gate_rows, gate_msa_stride, gate_mlp_stride},
+               block * THREADS + thread_of_row(), (long long)gridDim.x * THREADS);
+  }
+  while (true) {
+    await_row();
+    const Element* scale_row = scale + sample * scale_sample_stride + token * scale_token_stride;  // (WIDTH,)
+    Element* out = y + (long long)index * WIDTH;                                                   // (WIDTH,)
+    index += gridDim.x;
+    const bool has_more = AHEAD && index < (unsigned)rows;
+    if (has_more) {
+      sample = index / tokens, token = index - sample * tokens;
+      begin_row(row_ahead, x + sample * x_sample_stride + token * x_token_stride);
     }
-    store(out + at, o);
+    const float r = reciprocal_root_mean_square(row, rows, eps);
+#pragma unroll
+    for (int i = 0; i < steps(WIDE); i++) {
+      const int at = element_of(i, WIDE);
+      if (at >= WIDTH) break;
+      const Vector<Element, WIDE> v = load<Element, WIDE>(row + at), w = load<Element, WIDE>(weight + at);
+      Vector<Element, WIDE> s = {}, o;
+      if (HAS_SCALE) s = load<Element, WIDE>(scale_row + at);
+#pragma unroll
+      for (int k = 0; k < WIDE / 2; k++) {
+        o.pair[k] = rms_norm(v.pair[k], r, w.pair[k]);
+        if (HAS_SCALE) o.pair[k] = product(o.pair[k], one_plus<Element>(s.pair[k]));
+      }
+      store(out + at, o);
+    }
+    if (!has_more) break;
+    Element* done = row;
+    row = row_ahead, row_ahead = done;
   }
 }

@@ -8,19 +8,20 @@ after the product with it. The mean follows ATen's ``reduce_kernel``, whose orde
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from samebits import jit
 from samebits.ops._layout import (
+    CONTIGUOUS,
     CTYPES,
     HERE,
     MAX_ROWS,
     aligned,
     gives_contiguous_output,
     in_order,
+    multiprocessors,
     no_overlap,
     randn,
     row_layout,
@@ -31,6 +32,8 @@ from samebits.ops.qk_norm import rms_norm
 
 SOURCE = HERE / "rms_norm_scale.cu"
 MIN_WIDTH, MAX_WIDTH = 128, 16384
+_BLOCKS = 10  # of a multiprocessor that take one row after another; as measured on an H200
+_MOST_SHARED_BYTES = 200 << 10  # of a multiprocessor, for two rows of each of these blocks
 
 
 Maybe = torch.Tensor | None
@@ -43,7 +46,7 @@ def scaled_norm(x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float)
 
 
 def reference(
-    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate: Maybe = None, next_gate: Maybe = None
+    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate_msa: Maybe = None, gate_mlp: Maybe = None
 ) -> Outputs:
     """Compute the chain in eager, as diffusers' ``RMSNorm`` and Z-Image's block spell it.
 
@@ -57,7 +60,7 @@ def reference(
         Broadcasts against x: ``(B, 1, D)`` for one row per sample, ``(B, S, D)`` for one per token.
     eps : float
         Added to the mean square.
-    gate, next_gate : torch.Tensor, optional
+    gate_msa, gate_mlp : torch.Tensor, optional
         ``(B or 1, 1, D)``: what the block multiplies its two branches with once it has their tanh; both or none.
 
     Returns
@@ -66,11 +69,11 @@ def reference(
         The scaled norm, of x's shape and dtype, contiguous; with gates also their tanh, contiguous.
     """
     y = scaled_norm(x, weight, scale, eps)
-    return y if gate is None or next_gate is None else (y, gate.tanh(), next_gate.tanh())
+    return y if gate_msa is None or gate_mlp is None else (y, gate_msa.tanh(), gate_mlp.tanh())
 
 
 def unsupported(
-    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate: Maybe = None, next_gate: Maybe = None
+    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate_msa: Maybe = None, gate_mlp: Maybe = None
 ) -> str | None:
     """Say why the kernel does not take these arguments, or return ``None``. See :func:`reference` for the shapes."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -100,30 +103,40 @@ def unsupported(
             return f"scale must broadcast against x {tuple(x.shape)}; it is {tuple(scale.shape)}"
         if not in_order(scale):
             return f"the dimensions of scale must lie in memory in their order; its strides are {scale.stride()}"
-    if reason := _unsupported_gates(x, gate, next_gate):
+    if reason := unsupported_gates(x, gate_msa, gate_mlp):
         return reason
-    for name, t in (("x", x), ("weight", weight), ("scale", scale), ("gate", gate), ("next_gate", next_gate)):
+    for name, t in (("x", x), ("weight", weight), ("scale", scale), ("gate_msa", gate_msa), ("gate_mlp", gate_mlp)):
         if t is not None and not aligned(t, 4):
             return f"{name} is not aligned to four elements"
     return why_no_plan(x.numel() // width, width, torch.float32, x.device)
 
 
-def _unsupported_gates(x: torch.Tensor, gate: Maybe, next_gate: Maybe) -> str | None:
-    if gate is None and next_gate is None:
+def unsupported_gates(x: torch.Tensor, gate_msa: Maybe, gate_mlp: Maybe) -> str | None:
+    """Say why a kernel beside whose rows two gates get their tanh does not take them, or return ``None``."""
+    if gate_msa is None and gate_mlp is None:
         return None
-    if gate is None or next_gate is None:
+    if gate_msa is None or gate_mlp is None:
         return "either both gates must be given or none"
-    if any(t.dtype != x.dtype or t.device != x.device for t in (gate, next_gate)):
+    if any(t.dtype != x.dtype or t.device != x.device for t in (gate_msa, gate_mlp)):
         return f"both gates must have x's dtype {x.dtype} and lie on its device"
-    if gate.dim() != 3 or gate.shape[1:] != (1, x.shape[-1]) or next_gate.shape != gate.shape:
-        shapes = f"{tuple(gate.shape)} and {tuple(next_gate.shape)}"
+    if gate_msa.dim() != 3 or gate_msa.shape[1:] != (1, x.shape[-1]) or gate_mlp.shape != gate_msa.shape:
+        shapes = f"{tuple(gate_msa.shape)} and {tuple(gate_mlp.shape)}"
         return f"both gates must be (batch, 1, {x.shape[-1]}), one row a sample; they are {shapes}"
-    if gate.shape[0] == 0:
+    if gate_msa.shape[0] == 0:
         return "the gates must have at least one row"
-    for name, t in (("gate", gate), ("next_gate", next_gate)):
+    for name, t in (("gate_msa", gate_msa), ("gate_mlp", gate_mlp)):
         if t.stride(-1) != 1 or not gives_contiguous_output(t):
             return f"the rows of {name} must be contiguous and lie in their order; the strides are {t.stride()}"
     return None
+
+
+def gate_scalars(gate_msa: Maybe, gate_mlp: Maybe) -> dict[str, int]:
+    """Return what a kernel must know of its gates besides their addresses."""
+    return {
+        "gate_rows": 0 if gate_msa is None else gate_msa.shape[0],
+        "gate_msa_stride": 0 if gate_msa is None else gate_msa.stride(0),
+        "gate_mlp_stride": 0 if gate_mlp is None else gate_mlp.stride(0),
+    }
 
 
 def broadcast_strides(scale: torch.Tensor | None) -> tuple[int, int]:
@@ -134,7 +147,7 @@ def broadcast_strides(scale: torch.Tensor | None) -> tuple[int, int]:
 
 
 def prepare(
-    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate: Maybe = None, next_gate: Maybe = None
+    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate_msa: Maybe = None, gate_mlp: Maybe = None
 ) -> Launcher:
     """Compile the kernel for these arguments' signature and plan its launch."""
     width = x.shape[-1]
@@ -146,7 +159,7 @@ def prepare(
     if scale is not None:
         tokens = x.shape[1]
         sample_stride, token_stride = x.stride(0), x.stride(1)
-    tensors = (x, weight, scale, gate, next_gate)
+    tensors = (x, weight, scale, gate_msa, gate_mlp)
     wide = 8 if x.element_size() == 2 and width % 8 == 0 and all(t is None or aligned(t, 8) for t in tensors) else 4
     constants: dict[str, int | str] = {
         "ELEMENT": CTYPES[x.dtype],
@@ -155,57 +168,56 @@ def prepare(
         "GROUPS": plan.groups,
         "WIDE": wide,
         "HAS_SCALE": int(scale is not None),
-        "HAS_GATES": int(gate is not None),
+        "HAS_GATES": int(gate_msa is not None),
     }
     scale_strides = broadcast_strides(scale)
-    gate_rows, gate_strides, gate_blocks = 0, (0, 0), 0
-    if gate is not None and next_gate is not None:
-        gate_rows, gate_strides = gate.shape[0], (gate.stride(0), next_gate.stride(0))
-        gate_blocks = -(-2 * gate_rows * (width // wide) // math.prod(plan.block))
+    # Blocks that stay only where the rows are short enough for all of them and there are more rows than blocks.
+    row_bytes, blocks = width * x.element_size(), _BLOCKS * multiprocessors(x.device)
+    stays = plan.columns * plan.groups == 32 and 2 * _BLOCKS * row_bytes <= _MOST_SHARED_BYTES and rows > blocks
+    constants["AHEAD"] = _BLOCKS if stays else 0
     bound = jit.compile(SOURCE, "rms_norm_scale", constants, x.device).bind(
-        (gate_blocks + rows, 1, 1),
+        (blocks if stays else rows, 1, 1),
         plan.block,
-        width * x.element_size(),
+        2 * row_bytes if stays else row_bytes,
         rows=rows,
         tokens=tokens,
         x_sample_stride=sample_stride,
         x_token_stride=token_stride,
         scale_sample_stride=scale_strides[0],
         scale_token_stride=scale_strides[1],
-        gate_blocks=gate_blocks,
-        gate_rows=gate_rows,
-        gate_stride=gate_strides[0],
-        next_gate_stride=gate_strides[1],
+        **gate_scalars(gate_msa, gate_mlp),
         eps=float(eps),
     )
-    shape, dtype, device, device_index, empty = x.shape, x.dtype, x.device, x.device.index or 0, torch.empty
-    gate_shape = None if gate is None else gate.shape
+    device_index, empty_like = x.device.index or 0, torch.empty_like
 
     def launch(
         x: torch.Tensor,
         weight: torch.Tensor,
         scale: Maybe,
         eps: float,
-        gate: Maybe = None,
-        next_gate: Maybe = None,
+        gate_msa: Maybe = None,
+        gate_mlp: Maybe = None,
         *,
         out: tuple[torch.Tensor, ...] | None = None,
     ) -> Outputs:
         scale_at = 0 if scale is None else scale.data_ptr()
-        if gate is None or next_gate is None or gate_shape is None:
-            y = empty(shape, dtype=dtype, device=device) if out is None else out[0]
+        if gate_msa is None or gate_mlp is None:
+            y = empty_like(x, memory_format=CONTIGUOUS) if out is None else out[0]
             bound(device_index, x.data_ptr(), weight.data_ptr(), scale_at, 0, 0, y.data_ptr(), 0, 0)
             return y
         if out is None:
-            opened = empty(gate_shape, dtype=dtype, device=device), empty(gate_shape, dtype=dtype, device=device)
-            out = (empty(shape, dtype=dtype, device=device), *opened)
+            out = (
+                empty_like(x, memory_format=CONTIGUOUS),
+                empty_like(gate_msa, memory_format=CONTIGUOUS),
+                empty_like(gate_mlp, memory_format=CONTIGUOUS),
+            )
         bound(
             device_index,
             x.data_ptr(),
             weight.data_ptr(),
             scale_at,
-            gate.data_ptr(),
-            next_gate.data_ptr(),
+            gate_msa.data_ptr(),
+            gate_mlp.data_ptr(),
             out[0].data_ptr(),
             out[1].data_ptr(),
             out[2].data_ptr(),
@@ -216,18 +228,18 @@ def prepare(
 
 
 def allocate(
-    x: torch.Tensor, weight: Any, scale: Any, eps: float, gate: Maybe = None, next_gate: Maybe = None
+    x: torch.Tensor, weight: Any, scale: Any, eps: float, gate_msa: Maybe = None, gate_mlp: Maybe = None
 ) -> tuple[torch.Tensor, ...]:
     """Return the uninitialised outputs, contiguous: of x's shape, and with gates two of theirs."""
-    likes = [t for t in (x, gate, next_gate) if t is not None]
+    likes = [t for t in (x, gate_msa, gate_mlp) if t is not None]
     return tuple(torch.empty(like.shape, dtype=x.dtype, device=x.device) for like in likes)
 
 
 def bytes_moved(
-    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate: Maybe = None, next_gate: Maybe = None
+    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate_msa: Maybe = None, gate_mlp: Maybe = None
 ) -> int:
     """Return the bytes that one call must move: x, weight, scale and gates in; the results, gates again, out."""
-    once, twice = ([t for t in group if t is not None] for group in ((weight, scale), (x, gate, next_gate)))
+    once, twice = ([t for t in group if t is not None] for group in ((weight, scale), (x, gate_msa, gate_mlp)))
     return (sum(t.numel() for t in once) + 2 * sum(t.numel() for t in twice)) * x.element_size()
 
 
@@ -248,8 +260,8 @@ def _case(
         if form == "token-scale":
             return x, weight, randn((batch, tokens, width), dtype, device, seed + 2), 1e-5
         # one projection, chunked: the rows are strided views, as in the model
-        scale, gate, _, next_gate = randn((batch, 1, 4 * width), dtype, device, seed + 2).chunk(4, dim=-1)
-        return x, weight, scale, 1e-5, gate, next_gate
+        scale, gate_msa, _, gate_mlp = randn((batch, 1, 4 * width), dtype, device, seed + 2).chunk(4, dim=-1)
+        return x, weight, scale, 1e-5, gate_msa, gate_mlp
 
     name = f"{batch}x{tokens}x{width}" + (f" {form}" if form else "")
     return Case(name + (f" x{amplitude:g}" if amplitude != 1 else ""), dtype, batch * tokens, build)
@@ -278,8 +290,8 @@ CASES = (
 
 def _variant(element: str, width: int, columns: int, groups: int, has_scale: int) -> Variant:
     constants: dict[str, int | str] = {"ELEMENT": element, "WIDTH": width, "COLUMNS": columns, "GROUPS": groups}
-    wide = 4 if element == "float" else 8
-    return "rms_norm_scale", constants | {"WIDE": wide, "HAS_SCALE": has_scale, "HAS_GATES": 1}, False
+    constants |= {"WIDE": 4 if element == "float" else 8, "HAS_SCALE": has_scale, "HAS_GATES": 1}
+    return "rms_norm_scale", constants | {"AHEAD": _BLOCKS if columns * groups == 32 else 0}, False
 
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (
@@ -303,6 +315,7 @@ OP = Op(
     sources=(
         SOURCE,
         HERE / "_numerics.cuh",
+        HERE / "_gates.cuh",
         HERE / "_row_sum.cuh",
         HERE / "rms_norm_scale.py",
         HERE / "_layout.py",

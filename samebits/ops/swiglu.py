@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from samebits import jit
-from samebits.ops._layout import CTYPES, HERE, MAX_ROWS, aligned, randn, row_layout
+from samebits.ops._layout import (
+    CONTIGUOUS,
+    CTYPES,
+    HERE,
+    MAX_ROWS,
+    aligned,
+    gives_contiguous_output,
+    randn,
+    row_layout,
+)
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
 
 SOURCE = HERE / "swiglu.cu"
@@ -52,8 +61,8 @@ def unsupported(a: torch.Tensor, b: torch.Tensor) -> str | None:
             return f"the rows of {name} must be contiguous and lie at one distance; the strides are {t.stride()}"
         if not aligned(t, 4):
             return f"{name} is not aligned to four elements"
-        if layout.token_stride < width and layout.rows > 1:
-            return f"the rows of {name} overlap; the strides are {t.stride()}"
+        if not gives_contiguous_output(t):
+            return f"the rows of {name} must lie in memory in their order and apart; the strides are {t.stride()}"
     return None
 
 
@@ -78,10 +87,10 @@ def prepare(a: torch.Tensor, b: torch.Tensor) -> Launcher:
         a_stride=_row_stride(a),
         b_stride=_row_stride(b),
     )
-    shape, dtype, device, device_index, empty = a.shape, a.dtype, a.device, a.device.index or 0, torch.empty
+    device_index, empty_like = a.device.index or 0, torch.empty_like
 
     def launch(a: torch.Tensor, b: torch.Tensor, *, out: tuple[torch.Tensor, ...] | None = None) -> torch.Tensor:
-        y = empty(shape, dtype=dtype, device=device) if out is None else out[0]
+        y = empty_like(a, memory_format=CONTIGUOUS) if out is None else out[0]
         bound(device_index, a.data_ptr(), b.data_ptr(), y.data_ptr())
         return y
 

@@ -136,10 +136,10 @@ def rms_norm_scale_cases() -> Iterator[tuple[str, tuple[Any, ...], Repeats]]:
     for dtype in DTYPES:
         x, weight, scale = (randn(shape, dtype, 310, 0.3) for shape in ((1, 1, 128), (128,), (1, 1, 128)))
         powers = torch.arange(-12, 4).exp2()  # from where tanh is its argument to where it is one
-        gate = (powers[:, None] * randn((16, 8), torch.float32, 311)).to(dtype).view(1, 1, 128)
-        next_gate = gate.flip(-1)
-        next_gate[0, 0, :16] = special_rows(16, dtype)[:, 5:7].flatten()
-        yield f"gates 1x128 {short(dtype)}", (x, weight, scale, EPS, gate, next_gate), {}
+        gate_msa = (powers[:, None] * randn((16, 8), torch.float32, 311)).to(dtype).view(1, 1, 128)
+        gate_mlp = gate_msa.flip(-1)
+        gate_mlp[0, 0, :16] = special_rows(16, dtype)[:, 5:7].flatten()
+        yield f"gates 1x128 {short(dtype)}", (x, weight, scale, EPS, gate_msa, gate_mlp), {}
     x, weight = randn((1, 1, 3840), torch.bfloat16, 309).repeat(1, 5, 1), randn((3840,), torch.bfloat16, 307, 0.3) + 1
     yield "5x3840 bf16", (x, weight, None, EPS), {0: [1, 5, 1]}
     weight = randn((2048,), torch.float32, 308, 0.3) + 1
@@ -186,7 +186,9 @@ def gated_residual_rms_norm_cases() -> Iterator[tuple[str, tuple[Any, ...], Repe
             rest = (None, None) if form == "last" else (weights[1], scale)
             yield f"{form} {rows}x256 {short(dtype)}", (x, gate, y, weights[0], *rest, EPS), {}
     x, y = special_rows(128, torch.bfloat16)[None], special_rows(128, torch.bfloat16).flip(0)[None]
-    yield "special bf16", (x, None, y, *(randn((2, 128), torch.bfloat16, 460, 0.3) + 1), None, EPS), {}
+    gates = randn((2, 1, 1, 128), torch.bfloat16, 461)
+    weights = randn((2, 128), torch.bfloat16, 460, 0.3) + 1
+    yield "special bf16", (x, None, y, *weights, None, EPS, *gates), {}
 
 
 def rope_stream(tokens: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype, seed: int) -> tuple[Any, ...]:

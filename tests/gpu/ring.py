@@ -107,8 +107,8 @@ def rms_args(x: torch.Tensor, scaled: bool = True) -> Args:
     if not scaled:
         return x, weight, None, 1e-5
     rows = randn(x.shape[0], 1, 4 * width, dtype=x.dtype, device=x.device, seed=5, amplitude=2.0)
-    scale, gate, _, next_gate = rows.chunk(4, dim=-1)
-    return x, weight, scale, 1e-5, gate, next_gate
+    scale, gate_msa, _, gate_mlp = rows.chunk(4, dim=-1)
+    return x, weight, scale, 1e-5, gate_msa, gate_mlp
 
 
 def awkward_rows(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -153,7 +153,7 @@ def residual_modulate_args(h: torch.Tensor, y: torch.Tensor, seed: int = 6, *, c
 
 
 def residual_rms_args(x: torch.Tensor, y: torch.Tensor, form: str = "modulated", seed: int = 7) -> Args:
-    """``x, y (B, S, D)`` for ``gated_residual_rms_norm``; ``form``: modulated, per-token, plain or last."""
+    """``x, y (B, S, D)`` for ``gated_residual_rms_norm``; ``form``: modulated, next-block, per-token, plain or last."""
     batch, tokens, width = x.shape
     rows = tokens if form == "per-token" else 1
     weights = 1 + randn(2, width, dtype=torch.float32, device=x.device, seed=4, amplitude=0.1)
@@ -163,6 +163,10 @@ def residual_rms_args(x: torch.Tensor, y: torch.Tensor, form: str = "modulated",
         return x, None, y, y_weight, weight, None, 1e-5
     if form == "last":
         return x, gate.tanh(), y, y_weight, None, None, 1e-5
+    if form == "next-block":
+        rows = randn(batch, 1, 4 * width, dtype=x.dtype, device=x.device, seed=seed + 1, amplitude=2.0)
+        scale, gate_msa, _, gate_mlp = rows.chunk(4, dim=-1)
+        return x, gate.tanh(), y, y_weight, weight, scale, 1e-5, gate_msa, gate_mlp
     return x, gate.tanh(), y, y_weight, weight, scale, 1e-5
 
 

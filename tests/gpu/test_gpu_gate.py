@@ -42,9 +42,9 @@ def test_mixed_devices_are_declined(device: torch.device) -> None:
     assert "one device" in str(MODULATE.unsupported(x, scale.cpu(), shift, eps))
     q, k, q_weight, k_weight, eps, kind = qk_args(x.view(1, 9, 24, 128), x.view(1, 9, 24, 128), "diffusers")
     assert "one device" in str(QK.unsupported(q, k, q_weight.cpu(), k_weight, eps, kind))
-    x, weight, scale, eps, gate, next_gate = rms_args(x)
+    x, weight, scale, eps, gate_msa, gate_mlp = rms_args(x)
     assert "one device" in str(RMS.unsupported(x, weight.cpu(), scale, eps))
-    assert "on its device" in str(RMS.unsupported(x, weight, scale, eps, gate, next_gate.cpu()))
+    assert "on its device" in str(RMS.unsupported(x, weight, scale, eps, gate_msa, gate_mlp.cpu()))
 
 
 def test_capture_with_a_signature_never_seen(device: torch.device) -> None:

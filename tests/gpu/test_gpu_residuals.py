@@ -35,7 +35,7 @@ MAKERS: dict[str, tuple[Op, Callable[..., Args]]] = {
     op.name: (op, make)
     for op, make in ((RESIDUAL, residual_args), (MODULATE, residual_modulate_args), (RMS, residual_rms_args))
 }
-FORMS = ("modulated", "per-token", "plain", "last")
+FORMS = ("modulated", "next-block", "per-token", "plain", "last")
 every_op = pytest.mark.parametrize("name", MAKERS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

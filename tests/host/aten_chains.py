@@ -113,8 +113,8 @@ def rms_norm_scale(
     weight: Tensor | None,
     scale: Tensor | None,
     eps: float,
-    gate: Tensor | None = None,
-    next_gate: Tensor | None = None,
+    gate_msa: Tensor | None = None,
+    gate_mlp: Tensor | None = None,
     *,
     rsqrt: Unary = correctly_rounded,
     tanh: Unary = c_tanh,
@@ -122,10 +122,13 @@ def rms_norm_scale(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """:func:`scaled_norm`, with two gates also their tanh, a kernel each."""
     normed = scaled_norm(x, weight, scale, eps, rsqrt=rsqrt, rows=rows)
-    if gate is None or next_gate is None:
-        return normed
+    return normed if gate_msa is None or gate_mlp is None else (normed, *_opened((gate_msa, gate_mlp), tanh))
+
+
+def _opened(gates: tuple[Tensor, Tensor], tanh: Unary) -> list[Tensor]:
+    """The ``tanh`` of each gate, a kernel of its own."""
     with np.errstate(all="ignore"):
-        return normed, *(encode(tanh(decode(t)), t.dtype) for t in (gate, next_gate))
+        return [encode(tanh(decode(gate)), gate.dtype) for gate in gates]
 
 
 def scaled_norm(
@@ -230,17 +233,23 @@ def gated_residual_rms_norm(
     weight: Tensor | None,
     scale: Tensor | None,
     eps: float,
+    gate_msa: Tensor | None = None,
+    gate_mlp: Tensor | None = None,
     *,
     rsqrt: Unary = correctly_rounded,
+    tanh: Unary = c_tanh,
     rows: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``x + gate * RMSNorm(y)`` of ``(B, S, D)``; with ``weight`` also :func:`scaled_norm` of it."""
+) -> Tensor | tuple[Tensor, ...]:
+    """``x + gate * RMSNorm(y)`` of ``(B, S, D)``; with ``weight`` also :func:`scaled_norm` of it; tanh of more gates."""
     branch = decode(_diffusers_rms_norm(y, y_weight, eps, rsqrt, rows))
     with np.errstate(all="ignore"):
         if gate is not None:
             branch = rounded(decode(gate) * branch, x.dtype)
         stream = encode(decode(x) + branch, x.dtype)
-    return stream if weight is None else (stream, scaled_norm(stream, weight, scale, eps, rsqrt=rsqrt, rows=rows))
+    if weight is None:
+        return stream
+    normed = scaled_norm(stream, weight, scale, eps, rsqrt=rsqrt, rows=rows)
+    return stream, normed, *(() if gate_msa is None or gate_mlp is None else _opened((gate_msa, gate_mlp), tanh))
 
 
 def gelu_tanh(x: Tensor, *, tanh: Unary = c_tanh) -> Tensor:

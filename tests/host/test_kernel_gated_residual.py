@@ -156,8 +156,8 @@ def test_what_is_declined() -> None:
         ((h, gate.repeat(2, 1), y, False, index[:, :4]), "index must be (2, 5)"),
         ((h.transpose(1, 2).contiguous().transpose(1, 2), gate, y), "rows of h must be contiguous"),
         ((h, gate, randn((2, 5, 65), FP32, 1)[..., 1:]), "rows of y must be contiguous and aligned"),
-        ((h.transpose(0, 1).contiguous().transpose(0, 1), gate, y), "one after another"),
-        ((h[:, :1].expand(2, 5, 64), gate, y), "one after another and apart"),
+        ((h.transpose(0, 1).contiguous().transpose(0, 1), gate, y), "in their order and apart"),
+        ((h[:, :1].expand(2, 5, 64), gate, y), "in their order and apart"),
         ((h, gate.to("meta"), y), "one device"),
     ):
         assert words in str(GATED_RESIDUAL.unsupported(*args)), words

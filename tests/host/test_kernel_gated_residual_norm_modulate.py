@@ -163,6 +163,6 @@ def test_what_is_declined() -> None:
         ((h, gate, y[:, :4], scale, shift, eps), "y must be (2, 5, 64)"),
         ((h, gate[:1], y, scale, shift, eps), "gate must be (2, 64)"),
         ((h, gate, y, scale[:1], shift, eps), "scale and shift must be (2, 64)"),
-        ((h[:, :1].expand(2, 5, 64), gate, y, scale, shift, eps), "one after another and apart"),
+        ((h[:, :1].expand(2, 5, 64), gate, y, scale, shift, eps), "in their order and apart"),
     ):
         assert words in str(OP.unsupported(*args)), words

@@ -28,7 +28,8 @@ from samebits.ops import by_name
 
 pytestmark = needs_compiler
 OP = by_name("gated_residual_rms_norm")
-FORMS = ("modulated", "per token", "no gate", "no scale", "no modulation", "last", "last, no gate")
+FORMS = ("modulated", "next block", "per token", "no gate", "no scale", "no modulation", "last", "last, no gate")
+OUTPUTS = {"next block": 4, "last": 1, "last, no gate": 1}
 
 
 def normed(
@@ -39,7 +40,9 @@ def normed(
     y_weight, weight = weights(width, dtype)
     rows = tokens if form == "per token" else 1
     gate, scale = randn((batch, rows, 2 * width), dtype, seed + 2).chunk(2, dim=-1)
+    next_scale, gate_msa, _, gate_mlp = randn((batch, 1, 4 * width), dtype, seed + 3, 2.0).chunk(4, dim=-1)
     return {
+        "next block": (x, gate, y, y_weight, weight, next_scale, EPS, gate_msa, gate_mlp),
         "no gate": (x, None, y, y_weight, weight, scale, EPS),
         "no scale": (x, gate, y, y_weight, weight, None, EPS),
         "no modulation": (x, None, y, y_weight, weight, None, EPS),
@@ -76,7 +79,7 @@ def test_gated_residual_rms_norm(batch: int, tokens: int, width: int, dtype: tor
 def test_forms(form: str, width: int, tokens: int, dtype: torch.dtype) -> None:
     args = normed(2, tokens, width, dtype, form)
     expected = aten_chains.gated_residual_rms_norm(*args)
-    assert len(as_tuple(expected)) == (1 if "last" in form else 2)
+    assert len(as_tuple(expected)) == OUTPUTS.get(form, 2)
     for order in (0, 1, 2):
         with host.schedule(order, workers=2):
             assert difference(OP, args, expected) is None
@@ -192,6 +195,15 @@ def test_other_chains_are_found() -> None:
         assert compare(ours, aten_chains.gated_residual_rms_norm(*wrong)) is not None
 
 
+def test_gates_of_the_next_block_that_change_places_are_found() -> None:
+    *args, gate_msa, gate_mlp = normed(2, 9, 132, BF16, "next block")
+    ours = run(OP, *args, gate_msa, gate_mlp)
+    for wrong in ((gate_mlp, gate_msa), (gate_msa, gate_msa)):
+        found = compare(ours, aten_chains.gated_residual_rms_norm(*args, *wrong))
+        assert found is not None
+        assert found.output in (2, 3)
+
+
 def test_what_is_declined() -> None:
     x, gate, y, y_weight, weight, scale, eps = normed(2, 5, 256, BF16)
     for args, words in (
@@ -199,6 +211,9 @@ def test_what_is_declined() -> None:
         ((x, gate, y[:, :4], y_weight, weight, scale, eps), "(batch, tokens, width) alike"),
         ((x, gate, y.half(), y_weight, weight, scale, eps), "one dtype"),
         ((x, gate, y, y_weight, None, scale, eps), "a scale needs the weight"),
+        ((x, gate, y, y_weight, None, None, eps, gate, gate), "the gates of a next block need the weight"),
+        ((x, gate, y, y_weight, weight, scale, eps, gate, None), "the residual stream: either both gates"),
+        ((x, gate, y, y_weight, weight, scale, eps, y, y), "the residual stream: both gates must be"),
         ((x, gate, y, y_weight.float(), weight, scale, eps), "the branch: weight and gate must have x's dtype"),
         ((x, gate, y, y_weight, weight.float(), scale, eps), "the residual stream: weight and scale must have"),
         ((x, gate.expand(2, 4, 256), y, y_weight, weight, scale, eps), "the branch: gate must broadcast"),

@@ -15,6 +15,7 @@ from kernel_runs import difference, needs_compiler, run
 
 from samebits import host
 from samebits.bits import compare
+from samebits.jit.kernel import BoundKernel
 from samebits.ops import by_name, gelu_tanh
 
 pytestmark = needs_compiler
@@ -30,7 +31,7 @@ def every_value(dtype: torch.dtype, elements: int = 65536) -> torch.Tensor:
 def table_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 goes through the table however few elements there are, on two multiprocessors."""
     monkeypatch.setattr(gelu_tanh, "TABLE_FROM", 1)
-    monkeypatch.setattr(gelu_tanh, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(gelu_tanh, "multiprocessors", lambda device: 2)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -41,9 +42,11 @@ def test_every_value(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("more", [0, 1, 7, 8, 12])
-def test_every_value_by_the_table(more: int) -> None:
+def test_every_value_by_the_table(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many elements that the table is used; up to seven are left over after the last vector."""
-    x = every_value(BF16, gelu_tanh.TABLE_FROM + more)
+    elements = 1 << 20
+    monkeypatch.setattr(gelu_tanh, "TABLE_FROM", elements)
+    x = every_value(BF16, elements + more)
     expected = aten_chains.gelu_tanh(every_value(BF16)).repeat(17)[: x.numel()]
     assert difference(GELU, (x,), expected) is None
 
@@ -115,6 +118,20 @@ def test_other_roundings_are_found() -> None:
     assert compare(ours, (torch.from_numpy(regrouped),)) is None  # to halve is exact
     distributed = fma(half * values, tanh(contracted), half * values)
     assert compare(ours, (torch.from_numpy(distributed),)) is not None
+
+
+def test_the_table_is_used_from_where_it_pays_on() -> None:
+    for elements, name in (
+        (gelu_tanh.TABLE_FROM - 1, "gelu_tanh_direct"),
+        (gelu_tanh.TABLE_FROM, "gelu_tanh_by_table"),
+    ):
+        x = torch.zeros(elements, dtype=BF16)
+        (bound,) = [
+            cell.cell_contents
+            for cell in GELU.prepare(x).__closure__ or ()
+            if isinstance(cell.cell_contents, BoundKernel)
+        ]
+        assert bound.name == name
 
 
 def test_what_is_declined() -> None:

@@ -13,7 +13,7 @@ from kernel_runs import difference, layout_of_eager, needs_compiler, run
 
 from samebits import host
 from samebits.bits import compare
-from samebits.ops import by_name
+from samebits.ops import by_name, rms_norm_scale
 
 pytestmark = needs_compiler
 RMS_NORM_SCALE = by_name("rms_norm_scale")
@@ -23,8 +23,8 @@ def normed(rows: int, width: int, dtype: torch.dtype, scaled: bool = True, seed:
     x, weight = randn((1, rows, width), dtype, seed + rows, 2.0), weights(width, dtype)[0]
     if not scaled:
         return x, weight, None, EPS
-    scale, gate, _, next_gate = randn((1, 1, 4 * width), dtype, seed + 9, 2.0).chunk(4, dim=-1)
-    return x, weight, scale, EPS, gate, next_gate
+    scale, gate_msa, _, gate_mlp = randn((1, 1, 4 * width), dtype, seed + 9, 2.0).chunk(4, dim=-1)
+    return x, weight, scale, EPS, gate_msa, gate_mlp
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 15, 16, 17])
@@ -103,12 +103,12 @@ GATES = [
 @pytest.mark.parametrize(("batch", "width", "dtype"), GATES)
 def test_gates(batch: int, width: int, dtype: torch.dtype) -> None:
     x, weight = randn((batch, 3, width), dtype, 1), weights(width, dtype)[0]
-    scale, gate, other, next_gate = randn((batch, 1, 4 * width), dtype, 2, 2.0).chunk(4, dim=-1)
+    scale, gate_msa, other, gate_mlp = randn((batch, 1, 4 * width), dtype, 2, 2.0).chunk(4, dim=-1)
     for args in (
-        (x, weight, scale, EPS, gate, next_gate),
-        (x, weight, None, EPS, gate, gate),
-        (x, weight, scale, EPS, gate[:1], other[:1]),
-        (x[0], weight, None, EPS, other, next_gate.contiguous()),
+        (x, weight, scale, EPS, gate_msa, gate_mlp),
+        (x, weight, None, EPS, gate_msa, gate_msa),
+        (x, weight, scale, EPS, gate_msa[:1], other[:1]),
+        (x[0], weight, None, EPS, other, gate_mlp.contiguous()),
     ):
         expected = aten_chains.rms_norm_scale(*args)
         assert len(expected) == 3
@@ -148,12 +148,26 @@ def test_another_tanh_than_the_c_librarys() -> None:
 
 
 def test_other_roundings_are_found() -> None:
-    x, weight, scale, eps, gate, next_gate = args = normed(20, 256, BF16)
+    x, weight, scale, eps, gate_msa, gate_mlp = args = normed(20, 256, BF16)
     ours = run(RMS_NORM_SCALE, *args)
     normed_only = decode(aten_chains.scaled_norm(x, weight, None, eps))
     unrounded = encode(normed_only * (np.float32(1) + decode(scale)), BF16)
     product_and_sum = encode(normed_only + decode(encode(normed_only * decode(scale), BF16)), BF16)
     for wrong in (unrounded, product_and_sum, encode(normed_only * decode(scale), BF16)):
         assert compare(ours[:1], (wrong,)) is not None
-    for wrong_args in ((x, weight, scale, eps, next_gate, gate), (x, weight, gate, eps, gate, next_gate)):
+    for wrong_args in ((x, weight, scale, eps, gate_mlp, gate_msa), (x, weight, gate_msa, eps, gate_msa, gate_mlp)):
         assert compare(ours, aten_chains.rms_norm_scale(*wrong_args)) is not None
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 3])
+@pytest.mark.parametrize("rows", [16, 20, 21, 30, 31, 50])
+def test_blocks_that_take_one_row_after_another(
+    rows: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many rows as blocks, one more, several rounds of rows, a last round that is not full."""
+    monkeypatch.setattr(rms_norm_scale, "multiprocessors", lambda device: multiprocessors)
+    args = normed(rows, 256, BF16)
+    expected = aten_chains.rms_norm_scale(*args)
+    for order in (0, 1, 2):
+        with host.schedule(order, workers=2):
+            assert difference(RMS_NORM_SCALE, args, expected) is None

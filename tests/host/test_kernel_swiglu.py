@@ -133,7 +133,7 @@ def test_what_is_declined() -> None:
         ((a[..., :62], a[..., :62]), "multiple of 4"),
         ((a[..., ::2], a[..., ::2]), "contiguous"),
         ((a.transpose(0, 1), a.transpose(0, 1)), "at one distance"),
-        ((a[:1, :1].expand(1, 3, 64), a[:1]), "overlap"),
+        ((a[:1, :1].expand(1, 3, 64), a[:1]), "in their order and apart"),
         ((torch.zeros(66, dtype=BF16)[2:], torch.zeros(64, dtype=BF16)), "not aligned"),
     ):
         assert words in str(SWIGLU.unsupported(*args)), (words, SWIGLU.unsupported(*args))
