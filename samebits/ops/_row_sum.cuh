@@ -37,6 +37,11 @@ __device__ __forceinline__ void await_row() {
   __syncthreads();
 }
 
+__device__ __forceinline__ void fetch_row(Element* shared, const Element* row) {
+  begin_row(shared, row);
+  await_row();
+}
+
 // block_x_reduce and block_y_reduce: the sum lands in every thread of the row. Between two of them there must be a barrier.
 __device__ __forceinline__ float fold_row(float a, int column, int group) {
   __shared__ float shared[GROUPS][COLUMNS];
