@@ -466,7 +466,7 @@ class _GpuWork(_Work):
         """Find the tree of eager's ``mean(-1)``."""
         probe = Probe(planner.mean, at.width, at.rows, at.dtype, self.device, at.offset)
         tree, limit = at.tree, QUICK_BLIND_CALLS if self.quick else BLIND_CALLS
-        name = f"mean of {at.rows} rows of {at.width} {_name(at.dtype)} numbers"
+        name = f"mean of {_count(at.rows, 'row', 'rows')} of {at.width:,} {_name(at.dtype)} numbers"
         # Halves come back rounded to a half, which a sum of units does not survive.
         blind = at.dtype == FP32 and 6 * at.width // at.rows <= limit and at.width <= 4096
         wrong = None if blind else confirm(probe, tree, ask_signed)
@@ -579,7 +579,7 @@ class _CpuWork(_Work):
                 sums = self.kernels.row_sum(dtype, width, at.plan)
                 found = self.ask_kernel(ROW_SUM, "sum of squares", sums, dtype, at, at.tree)
                 if found.wrong is None:
-                    self.keep(f"kernel: sum of {rows} rows of {width} squares", at.tree)
+                    self.keep(f"kernel: sum of {_count(rows, 'row', 'rows')} of {width:,} squares", at.tree)
                 yield found
 
         yield "the kernels' sums of full rows", kernels

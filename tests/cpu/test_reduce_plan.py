@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,6 +265,24 @@ def test_only_recorded_versions_go_unasked(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not _reduce_plan._recorded(GPU)
+
+
+def test_what_is_recorded_was_seen_on_a_gpu() -> None:
+    """Each recorded version has records from such a GPU; where a proof is among them, no order in it differs."""
+    seen = set()
+    for path in (Path(__file__).parents[2] / "evidence").glob("*/*.json"):
+        record = json.loads(path.read_text())
+        environment = record.get("environment", {}) if isinstance(record, dict) else {}
+        if not environment:
+            continue
+        version = environment["torch"]["version"].partition("+")[0]
+        where = (version, int(environment["gpu"]["compute_capability"].partition(".")[0]))
+        seen.add(where)
+        if path.name == "prove.json" and where in _reduce_plan.RECORDED:
+            orders = [row for row in record["ops"] if "order of summation" in row["step"]]
+            assert orders
+            assert [row for row in orders if row["differ"] or "error" in row] == []
+    assert seen >= _reduce_plan.RECORDED
 
 
 def test_long_rows_have_no_plan_anywhere() -> None:
