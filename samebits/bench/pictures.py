@@ -75,6 +75,8 @@ class Timed:
     fused: int = 0
     eager: int = 0
     replayed: int = 0
+    warnings: list[str] = field(default_factory=list)
+    """What was done to the input, in sentences."""
 
     @property
     def more_s(self) -> float | None:
@@ -88,6 +90,7 @@ class Timed:
         return {
             "bits_equal": self.bits_equal,
             "void": self.void,
+            "warnings": self.warnings,
             "calls": {"fused": self.fused, "eager": self.eager, "replayed": self.replayed},
             "runs": [
                 {

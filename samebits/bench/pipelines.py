@@ -24,6 +24,7 @@ from samebits.bench import evidence, pictures
 from samebits.bench.pictures import COLD, MOST_MORE_S, WARM, Painted, Timed
 from samebits.bench.targets import Target
 from samebits.certificate import folder_in
+from samebits.loading.prompts import cut_off
 from samebits.settings import CACHE_DIR
 
 PLAIN, GRAPHS = "launch by launch", "cuda graphs"
@@ -64,7 +65,10 @@ def here(request: Request, say: Callable[[str], object] = lambda _: None) -> Tim
     with request.around():
         pipeline = request.build(device)
         pipeline.set_progress_bar_config(disable=True)
-        return pictures.measure(
+        warnings = cut_off(pipeline, request.arguments)
+        for warning in warnings:
+            say(f"samebits: warning: {warning}")
+        timed = pictures.measure(
             pipeline,
             request.arguments,
             request.seed,
@@ -72,6 +76,8 @@ def here(request: Request, say: Callable[[str], object] = lambda _: None) -> Tim
             lambda text: say(f"{request.name}: painting, {text}"),
             request.cuda_graphs,
         )
+    timed.warnings = warnings
+    return timed
 
 
 def apart(request: Request, cache: Path) -> Timed:

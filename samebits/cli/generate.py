@@ -40,6 +40,8 @@ class Result:
     rechecks: dict[str, Any] | None = None
     report: Any = None
     proof: Proof | None = None
+    warnings: list[str] = field(default_factory=list)
+    """What was done to the input, in sentences."""
 
     def to_json(self) -> dict[str, Any]:
         picture = self.picture
@@ -47,6 +49,7 @@ class Result:
             "model": self.source.model,
             "device": self.device,
             "output": str(self.output),
+            "warnings": self.warnings,
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "sha256": {
                 "image": picture.image_sha256 if picture else None,
@@ -147,10 +150,18 @@ def _run(options: Options, result: Result, arguments: dict[str, Any]) -> None:
         result.device = str(device)
         from samebits.apply import apply
         from samebits.loading import load
+        from samebits.loading.prompts import cut_off
         from samebits.proof.pictures import paint, prove
 
         start = time.perf_counter()
-        pipeline = load(result.source, getattr(torch, DTYPES[options.dtype]), device, options.offload)
+
+        def look(pipeline: Any) -> None:
+            result.warnings = cut_off(pipeline, arguments)
+            if not options.as_json:
+                for warning in result.warnings:
+                    click.echo(f"samebits: warning: {warning}", err=True)
+
+        pipeline = load(result.source, getattr(torch, DTYPES[options.dtype]), device, options.offload, look)
         result.seconds["load"] = time.perf_counter() - start
 
         def run(name: str) -> Picture:

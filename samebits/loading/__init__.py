@@ -7,6 +7,8 @@ diffusers or transformers would fill up with random weights.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from samebits import tiny
 from samebits.checkpoint import INDEX, check_folder, components, read_json
 from samebits.errors import CheckpointError, DeviceError, ModelError
+from samebits.loading import configs, prompts
+from samebits.loading.configs import INTEGER, SWITCH, check_values, list_of
 from samebits.loading.source import Source
 from samebits.quant.export import read_export
 
@@ -85,7 +89,13 @@ def _on_disk(model: str) -> tuple[Path, bool]:
         raise ModelError(model=model[:200], problem=f"cannot be looked for on this disk ({cause})") from None
 
 
-def load(source: Source, dtype: torch.dtype, device: torch.device, offload: str = "none") -> DiffusionPipeline:
+def load(
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    offload: str = "none",
+    look: Callable[[Any], object] = lambda pipeline: None,
+) -> DiffusionPipeline:
     """Load the pipeline that :func:`find` found, its weights in ``dtype``, ready to run on ``device``.
 
     Parameters
@@ -93,6 +103,8 @@ def load(source: Source, dtype: torch.dtype, device: torch.device, offload: str 
     offload
         One of :data:`OFFLOADS`: everything on the device; whole components brought there one after the other; or
         single layers, with transfers on a stream of their own.
+    look
+        Called with a pipeline that has its tokenizer and perhaps nothing else yet, before a weight is read.
 
     Raises
     ------
@@ -110,6 +122,7 @@ def load(source: Source, dtype: torch.dtype, device: torch.device, offload: str 
         raise DeviceError(device=str(device), problem=problem)
     if source.embedded:
         pipeline = tiny.build(source.model, dtype)
+        look(pipeline)
     else:
         folder = source.folder
         if source.hub:
@@ -119,7 +132,7 @@ def load(source: Source, dtype: torch.dtype, device: torch.device, offload: str 
             _check(folder)
         if folder is None:
             raise ModelError(model=source.model, problem="has no folder; use find() to make a Source")
-        pipeline = _load_folder(folder, source, dtype)
+        pipeline = _load_folder(folder, source, dtype, look)
     if offload == "model":
         pipeline.enable_model_cpu_offload(device=device)
     elif offload == "group":
@@ -132,31 +145,37 @@ def load(source: Source, dtype: torch.dtype, device: torch.device, offload: str 
 def _describe(model: str, folder: Path, *, hub: bool, online: bool) -> Source:
     index = read_json(folder / INDEX)
     name = index.get("_class_name")
+    if not isinstance(name, str):
+        problem = f"'_class_name' must be a text, got {json.dumps(name)[:80]}"
+        raise CheckpointError(path=str(folder / INDEX), problem=problem)
     if name not in {"QwenImagePipeline", "ZImagePipeline"}:
         problem = f"is a {name}; samebits paints with QwenImagePipeline and ZImagePipeline"
         raise ModelError(model=model, problem=problem)
     for part in ("vae", "transformer", "text_encoder", "tokenizer", "scheduler"):
+        if part not in components(index) and index.get(part) is not None:
+            problem = f"{part!r} must be a list of a library and a class, got {json.dumps(index[part])[:80]}"
+            raise CheckpointError(path=str(folder / INDEX), problem=problem)
         if part not in components(index):
             raise CheckpointError(path=str(folder / INDEX), problem=f"names no {part}, which a {name} needs")
     vae, transformer = (read_json(folder / part / "config.json") for part in ("vae", "transformer"))
     schedule = read_json(folder / "scheduler" / "scheduler_config.json")
-    try:
-        if name == "QwenImagePipeline":
-            halvings = len(vae.get("temperal_downsample", (False, True, True)))
-            # Positions are counted from the middle in both directions, 4096 each; the text's follow the picture's.
-            patches = 2 * (4096 - _TEXT_TOKENS)
-        else:
-            halvings = len(vae.get("block_out_channels", (1, 1, 1, 1))) - 1
-            patches = min(int(length) for length in transformer.get("axes_lens", (1024, 512, 512))[1:])
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(path=str(folder), problem=f"the configuration makes no sense ({error})") from None
+    if name == "QwenImagePipeline":
+        check_values(folder / "vae" / "config.json", vae, {"temperal_downsample": list_of(SWITCH)})
+        halvings = len(vae.get("temperal_downsample", (False, True, True)))
+        # Positions are counted from the middle in both directions, 4096 each; the text's follow the picture's.
+        patches = 2 * (4096 - _TEXT_TOKENS)
+    else:
+        check_values(folder / "vae" / "config.json", vae, {"block_out_channels": list_of(INTEGER)})
+        check_values(folder / "transformer" / "config.json", transformer, {"axes_lens": list_of(INTEGER, 3)})
+        halvings = max(0, len(vae.get("block_out_channels", (1, 1, 1, 1))) - 1)
+        patches = min(transformer.get("axes_lens", (1024, 512, 512))[1:])
     multiple = _PATCH << halvings
     # Stretched so that its last step ends at a given noise level, a schedule of one step is 0/0.
     fewest = 2 if schedule.get("shift_terminal") else 1
     return Source(model, name, folder, hub, online, multiple, patches * multiple, fewest)
 
 
-def _load_folder(folder: Path, source: Source, dtype: torch.dtype) -> DiffusionPipeline:
+def _load_folder(folder: Path, source: Source, dtype: torch.dtype, look: Callable[[Any], object]) -> DiffusionPipeline:
     import diffusers
 
     classes, loaded = {}, {}
@@ -167,17 +186,20 @@ def _load_folder(folder: Path, source: Source, dtype: torch.dtype) -> DiffusionP
         if cls is None:
             raise ModelError(model=source.model, problem=f"component {name}: {library} has no {class_name}")
         classes[name] = cls
+    configs.check(folder, classes, _explained)
+    home = folder / "tokenizer"
+    tokenizer = _explained(home, lambda: classes["tokenizer"].from_pretrained(home, local_files_only=True))
     if source.pipeline == "ZImagePipeline":
-        _check_chat_template(classes["tokenizer"], folder / "tokenizer")
+        _check_chat_template(tokenizer, home)
+    cls = getattr(diffusers, source.pipeline)
+    look(prompts.hollow(cls, tokenizer))
     for name in ("transformer", "vae", "text_encoder"):
         loaded[name] = _load_component(classes[name], folder / name, dtype)
-    cls = getattr(diffusers, source.pipeline)
     return _explained(folder, lambda: cls.from_pretrained(folder, local_files_only=True, **loaded))
 
 
-def _check_chat_template(cls: Any, folder: Path) -> None:
+def _check_chat_template(tokenizer: Any, folder: Path) -> None:
     """Put a prompt into the tokenizer's chat template, which the pipeline does after minutes of loading."""
-    tokenizer = _explained(folder, lambda: cls.from_pretrained(folder, local_files_only=True))
     messages = [{"role": "user", "content": "a fox"}]
     _explained(
         folder,
@@ -221,7 +243,9 @@ def _explained(folder: Path, loading: Any) -> Any:
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        first = str(error).strip().split("\n")[0]
+        first, *others = str(error).strip().split("\n")
+        if first.endswith(":") and others:  # a heading: what it is about comes below
+            first = f"{first} {others[0].strip()}"
         raise CheckpointError(path=str(folder), problem=f"cannot be loaded: {first[:400]}") from error
     finally:
         # diffusers sets it while it makes a model, and leaves it so where that fails.

@@ -153,6 +153,7 @@ def test_the_json_is_what_the_documentation_says(tmp_path: Path, model: str) -> 
         "model",
         "device",
         "output",
+        "warnings",
         "seconds",
         "sha256",
         "sites",

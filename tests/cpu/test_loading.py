@@ -110,8 +110,8 @@ def test_a_folder_that_breaks_after_it_was_found_is_one_line(folder: Path) -> No
     [
         ("model_index.json", {"_class_name": "FluxPipeline"}, ModelError, "is a FluxPipeline; samebits paints with"),
         ("model_index.json", {"vae": None}, CheckpointError, "names no vae"),
-        ("vae/config.json", {"block_out_channels": 3}, CheckpointError, "makes no sense"),
-        ("transformer/config.json", {"axes_lens": ["a", "b", "c"]}, CheckpointError, "makes no sense"),
+        ("vae/config.json", {"block_out_channels": 3}, CheckpointError, "must be a list of integers"),
+        ("transformer/config.json", {"axes_lens": ["a", "b", "c"]}, CheckpointError, "must be a list of 3 integers"),
     ],
 )
 def test_a_pipeline_that_is_not_ours_is_refused(
