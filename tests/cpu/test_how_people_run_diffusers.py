@@ -353,7 +353,12 @@ def test_which_sites_group_offloading_makes_eager_and_that_they_say_why(build: t
     with apply(model, gate=KernelGate()) as handle:
         for _ in range(2):
             check_same_bits(run(model, inputs), expected)
-        rows = {row.site: row for row in handle.report().rows if "siglip" not in row.site}  # nobody calls that part
+        # Nobody calls the siglip part; and where a block does the next one's first lines, theirs have no calls.
+        rows = {row.site: row for row in handle.report().rows if row.fused or row.eager}
+        uncalled = {row.site: row for row in handle.report().rows if row.site not in rows}
+    for name, row in uncalled.items():
+        (reason,) = row.reasons
+        assert reason.startswith("its lines run ") or "siglip" in name or name.endswith("next_norm1"), row
     # A site that is one norm alone lies under the hook of that norm.
     eager = {name for name, row in rows.items() if row.op in reading and name not in {"txt_norm", "cap_embedder.0"}}
     assert eager or kind == "block_level"
