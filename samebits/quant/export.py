@@ -92,7 +92,7 @@ class Export:
 
 
 def read_export(folder: Path) -> Export | None:
-    """Read the export in ``folder``; ``None`` where the folder holds a model of which nothing says that it is one.
+    """Read the export in ``folder``; ``None`` where the folder holds a model of another kind.
 
     Raises
     ------
@@ -103,6 +103,8 @@ def read_export(folder: Path) -> Export | None:
     config = read_json(folder / "config.json")
     found = read_quantization(config, folder)
     if found is None:
+        if config.get("quantization_config") is None:
+            _check_plain(folder)
         return None
     quantization, origin = found
     algorithm = quantization["quant_algo"]
@@ -113,6 +115,16 @@ def read_export(folder: Path) -> Export | None:
         raise CheckpointError(path=str(origin), problem=f"says {algorithm}, but no weight beside it is quantised")
     rest = {key: value for key, value in config.items() if key != "quantization_config"}
     return Export(folder, algorithm, quantization, rest, tensors, layers)
+
+
+def _check_plain(folder: Path) -> None:
+    """Refuse quantised weights of which nothing says so: diffusers casts them and leaves their scales out."""
+    if not any(folder.glob("diffusion_pytorch_model.safetensors*")):
+        return
+    for name, stored in read_tensors(folder).items():
+        if name.endswith(".weight_scale"):
+            problem = f"tensor {name} is there, but neither config.json nor hf_quant_config.json names a quantisation"
+            raise CheckpointError(path=str(stored.path), problem=problem)
 
 
 def _layers(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Layer]]:

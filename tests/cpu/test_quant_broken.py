@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -259,6 +260,17 @@ def test_a_configuration_that_is_no_object(fp8: Path) -> None:
     for value in (3, "modelopt", [1]):
         (fp8 / "config.json").write_text(json.dumps({**config, "quantization_config": value}))
         refuse(fp8, "quantization_config is a", "expected an object")
+
+
+@pytest.mark.usefixtures("building")
+def test_quantised_weights_of_which_nothing_says_so(fp8: Path) -> None:
+    """diffusers would cast them and leave the scales out: another model, and no error."""
+    config = json.loads((fp8 / "config.json").read_text())
+    del config["quantization_config"]
+    (fp8 / "config.json").write_text(json.dumps(config))
+    careless = QwenImageTransformer2DModel.from_pretrained(fp8, dtype=torch.bfloat16)
+    assert float(careless.img_in.weight.detach().abs().max()) == 448.0
+    refuse(fp8, "weight_scale is there, but neither config.json nor hf_quant_config.json names a quantisation")
 
 
 def test_two_configurations_that_contradict_each_other(fp8: Path) -> None:
