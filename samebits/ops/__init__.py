@@ -12,6 +12,7 @@ from samebits.ops import (
     layer_norm_modulate,
     qk_norm,
     qk_norm_rope,
+    quantize_fp8,
     rms_norm_scale,
     swiglu,
 )
@@ -27,6 +28,7 @@ OPS: tuple[Op, ...] = (
     qk_norm_rope.OP,
     gelu_tanh.OP,
     swiglu.OP,
+    quantize_fp8.OP,
     bias_gated_residual.OP,
     bias_gated_residual_norm_modulate.OP,
 )

@@ -21,6 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from samebits.ops._op import Args, Case
+
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest finite value of ``float8_e4m3fn``, which has no infinity."""
@@ -59,3 +61,14 @@ def why_not_scale(input_scale: Tensor | None, device: torch.device) -> str | Non
     if input_scale.device != device:
         return f"input_scale must be on {device}; it is on {input_scale.device}"
     return None
+
+
+def quantized_case(case: Case, place: int) -> Case:
+    """The same case with a scale as argument number ``place``, counted from 0: its result is quantised."""
+
+    def build(device: torch.device, seed: int) -> Args:
+        args = case.build(device, seed)
+        scale = torch.tensor(0.01 if seed % 2 else 0.0113, device=device)
+        return (*args, *(None,) * (place - len(args)), scale)
+
+    return Case(f"{case.name} fp8", case.dtype, case.rows, build)

@@ -2,23 +2,24 @@
 //
 //   p = round(gate * y)                   its own eager kernel
 //   h' = round(h + p)                     its own eager kernel; with CLIP also clamped to +-65504
-//   z = LayerNorm(h') * (1 + scale) + shift, rounded as in layer_norm_modulate.cu
+//   z = LayerNorm(h') * (1 + scale) + shift, rounded, and quantised where a scale is given, as in layer_norm_modulate.cu
 //
-// Macros: ELEMENT the element type; WIDTH the row's length; CLIP 0 or 1; INDEX as in layer_norm_modulate.cu (it picks the
-// gate's row too).
+// Macros: ELEMENT the element type; WIDTH the row's length; CLIP 0 or 1; INDEX, QUANTIZED as in layer_norm_modulate.cu (the index
+// picks the gate's row too).
 
 #include "_numerics.cuh"
 
 using Element = ELEMENT;
 
 #include "_layer_norm.cuh"
+#include "_quantize.cuh"
 
 // grid (tokens, batch), block (32, 4)
 extern "C" __global__ void __launch_bounds__(THREADS)
 gated_residual_norm_modulate(const Element* __restrict__ h, const Element* __restrict__ gate, const Element* __restrict__ y,
                              const Element* __restrict__ scale, const Element* __restrict__ shift,
-                             const INDEX* __restrict__ index, Element* __restrict__ h_out, Element* __restrict__ z_out,
-                             int tokens, long long h_batch_stride, long long h_token_stride, long long y_batch_stride,
+                             const INDEX* __restrict__ index, const float* __restrict__ input_scale,
+                             Element* __restrict__ h_out, Result* __restrict__ z_out, int tokens, long long h_batch_stride, long long h_token_stride, long long y_batch_stride,
                              long long y_token_stride, long long gate_stride, long long scale_stride,
                              long long shift_stride, long long index_batch_stride, long long index_token_stride, float eps) {
   // From the last row to the first: what came last into the L2 is read first, and what the next kernel reads first comes in last.
@@ -30,6 +31,7 @@ gated_residual_norm_modulate(const Element* __restrict__ h, const Element* __res
   const Element* scale_row = scale + modulation * scale_stride;  // (WIDTH,)
   const Element* shift_row = shift + modulation * shift_stride;  // (WIDTH,)
   const long long out = (batch * tokens + token) * WIDTH;
+  const float factor = result_factor(input_scale);
 
   Share v, y_share;
 #pragma unroll
@@ -56,6 +58,6 @@ gated_residual_norm_modulate(const Element* __restrict__ h, const Element* __res
     Vector<Element, 4> o;
 #pragma unroll
     for (int k = 0; k < 2; k++) o.pair[k] = normalize_modulate(v[i].pair[k], statistics, s.pair[k], t.pair[k]);
-    store(z_out + out + at, o);
+    store_result<4>(z_out + out + at, o, factor);
   }
 }

@@ -14,6 +14,7 @@ from samebits import jit
 from samebits.ops import gated_residual, layer_norm_modulate
 from samebits.ops._layout import CONTIGUOUS, CTYPES, HERE, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
+from samebits.ops._quantize import FP8, quantized_case
 
 SOURCE = HERE / "gated_residual_norm_modulate.cu"
 
@@ -27,6 +28,7 @@ def reference(
     eps: float,
     clip: bool = False,
     index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the chain in eager, as Qwen-Image's block spells it.
 
@@ -42,14 +44,17 @@ def reference(
         Clamp the new residual stream to +-65504, as Qwen-Image does in fp16 at the end of a block.
     index : torch.Tensor, optional
         ``(B, S)`` integers: which of its sample's two modulation rows a token uses.
+    input_scale : torch.Tensor, optional
+        fp32, ``()``: the modulated norm is quantised with it, see ``_quantize.py``.
 
     Returns
     -------
     tuple of torch.Tensor
-        The new residual stream and its modulated norm, both ``(B, S, D)``, contiguous.
+        The new residual stream and its modulated norm, the latter float8_e4m3fn where it is quantised; both
+        ``(B, S, D)``, contiguous.
     """
     h = gated_residual.reference(h, gate, y, clip, index)
-    return h, layer_norm_modulate.reference(h, scale, shift, eps, index)
+    return h, layer_norm_modulate.reference(h, scale, shift, eps, index, input_scale)
 
 
 def unsupported(
@@ -61,9 +66,10 @@ def unsupported(
     eps: float,
     clip: bool = False,
     index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> str | None:
     """Say why the kernel does not take these arguments, or return ``None``. See :func:`reference` for the shapes."""
-    if reason := layer_norm_modulate.unsupported(h, scale, shift, eps, index):
+    if reason := layer_norm_modulate.unsupported(h, scale, shift, eps, index, input_scale):
         return reason.replace("x ", "h ", 1) if reason.startswith("x ") else reason
     return gated_residual.unsupported(h, gate, y, clip, index)
 
@@ -77,12 +83,15 @@ def prepare(
     eps: float,
     clip: bool = False,
     index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> Launcher:
     """Compile the kernel for these arguments' signature and plan its launch."""
     batch, tokens, width = h.shape
     constants: dict[str, int | str] = {"ELEMENT": CTYPES[h.dtype], "WIDTH": width, "CLIP": int(clip)}
     if index is not None:
         constants["INDEX"] = CTYPES[index.dtype]
+    if input_scale is not None:
+        constants["QUANTIZED"] = 1
     bound = jit.compile(SOURCE, "gated_residual_norm_modulate", constants, h.device).bind(
         (tokens, batch, 1),
         (32, 4, 1),
@@ -100,6 +109,7 @@ def prepare(
         eps=float(eps),
     )
     device_index, empty_like = h.device.index or 0, torch.empty_like
+    result = h.dtype if input_scale is None else FP8
 
     def launch(
         h: torch.Tensor,
@@ -110,11 +120,13 @@ def prepare(
         eps: float,
         clip: bool = False,
         index: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
         *,
         out: tuple[torch.Tensor, ...] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         if out is None:
-            out = (empty_like(h, memory_format=CONTIGUOUS), empty_like(h, memory_format=CONTIGUOUS))
+            stream = empty_like(h, memory_format=CONTIGUOUS)
+            out = (stream, empty_like(stream, dtype=result))
         bound(
             device_index,
             h.data_ptr(),
@@ -123,6 +135,7 @@ def prepare(
             scale.data_ptr(),
             shift.data_ptr(),
             0 if index is None else index.data_ptr(),
+            0 if input_scale is None else input_scale.data_ptr(),
             out[0].data_ptr(),
             out[1].data_ptr(),
         )
@@ -131,14 +144,27 @@ def prepare(
     return launch
 
 
-def allocate(h: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-    """Return the two uninitialised outputs, ``(B, S, D)`` contiguous."""
-    return tuple(torch.empty(h.shape, dtype=h.dtype, device=h.device) for _ in range(2))
+def allocate(
+    h: torch.Tensor,
+    gate: torch.Tensor,
+    y: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+    clip: bool = False,
+    index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return the two uninitialised outputs, ``(B, S, D)`` contiguous; the second is float8_e4m3fn where quantised."""
+    dtype = h.dtype if input_scale is None else FP8
+    return torch.empty(h.shape, dtype=h.dtype, device=h.device), torch.empty(h.shape, dtype=dtype, device=h.device)
 
 
-def bytes_moved(h: torch.Tensor, gate: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, *_: Any) -> int:
+def bytes_moved(*args: Any) -> int:
     """Return the bytes that one call must move: h, y and the modulation in, both results out."""
-    return (4 * h.numel() + 3 * scale.numel()) * h.element_size()
+    h, _, _, scale, *_ = args
+    came_in = (2 * h.numel() + 3 * scale.numel()) * h.element_size()
+    return came_in + sum(output.numel() * output.element_size() for output in allocate(*args))
 
 
 def _case(
@@ -174,9 +200,17 @@ CASES = (
     _case(33, 3072, torch.float16, batch=2, clip=True, amplitude=20000.0),
     _case(5, 1540, torch.float32, batch=3, indexed=True),
     *(_case(64, 3072, torch.bfloat16, amplitude=amplitude) for amplitude in (1e-3, 40.0, 200.0)),
+    quantized_case(_case(4096, 3072, torch.bfloat16), 8),
+    quantized_case(_case(33, 3072, torch.float16, batch=2, clip=True, amplitude=20000.0), 8),
+    quantized_case(_case(5, 1540, torch.float32, batch=3, indexed=True), 8),
 )
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (
+    (
+        "gated_residual_norm_modulate",
+        {"ELEMENT": "__nv_bfloat16", "WIDTH": 3072, "CLIP": 0, "QUANTIZED": 1},
+        True,
+    ),
     ("gated_residual_norm_modulate", {"ELEMENT": "__nv_bfloat16", "WIDTH": 3072, "CLIP": 0}, True),
     ("gated_residual_norm_modulate", {"ELEMENT": "__half", "WIDTH": 3072, "CLIP": 1, "INDEX": "int"}, True),
     ("gated_residual_norm_modulate", {"ELEMENT": "float", "WIDTH": 1540, "CLIP": 0}, True),
@@ -195,10 +229,12 @@ OP = Op(
         SOURCE,
         HERE / "_layer_norm.cuh",
         HERE / "_numerics.cuh",
+        HERE / "_quantize.cuh",
         HERE / "gated_residual_norm_modulate.py",
         HERE / "_layout.py",
+        HERE / "_quantize.py",
         HERE / "gated_residual.py",
         HERE / "layer_norm_modulate.py",
     ),
-    headline=tuple(case.name for case in CASES[:3]),
+    headline=(*(case.name for case in CASES[:3]), "1x4096x3072 fp8"),
 )

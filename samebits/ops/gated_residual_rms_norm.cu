@@ -5,16 +5,17 @@
 //   x' = round(x + p)                     kept
 //   z = round(RMS(x', weight) * g)        where HAS_NEXT; g = round(1 + scale); without a scale just RMS(x', weight)
 //
-// With HAS_GATES also the tanh of the next block's two gates: _gates.cuh.
+// With HAS_GATES also the tanh of the next block's two gates: _gates.cuh. With an input_scale z is quantised: _quantize.cuh.
 //
 // Macros: ELEMENT; WIDTH; COLUMNS, GROUPS ATen's geometry; WIDE elements that one memory instruction moves (4, or 8 where
-// the pointers allow); HAS_GATE, HAS_NEXT, HAS_SCALE, HAS_GATES 0 or 1.
+// the pointers allow); HAS_GATE, HAS_NEXT, HAS_SCALE, HAS_GATES 0 or 1; QUANTIZED where z becomes e4m3.
 
 #include "_numerics.cuh"
 
 using Element = ELEMENT;
 
 #include "_gates.cuh"
+#include "_quantize.cuh"
 #include "_row_sum.cuh"
 
 // grid (rows), block as _row_sum.cuh says, shared (WIDTH,) elements
@@ -22,7 +23,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SPLIT ? 16 : 1)
 gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict__ gate, const Element* __restrict__ y,
                         const Element* __restrict__ y_weight, const Element* __restrict__ weight,
                         const Element* __restrict__ scale, const Element* __restrict__ gate_msa,
-                        const Element* __restrict__ gate_mlp, Element* __restrict__ x_out, Element* __restrict__ z_out,
+                        const Element* __restrict__ gate_mlp, const float* __restrict__ input_scale,
+                        Element* __restrict__ x_out, Result* __restrict__ z_out,
                         Element* __restrict__ gate_msa_out, Element* __restrict__ gate_mlp_out, int tokens,
                         long long x_sample_stride, long long x_token_stride, long long y_sample_stride,
                         long long y_token_stride, long long gate_sample_stride, long long gate_token_stride,
@@ -35,6 +37,7 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
   const Element* x_row = x + sample * x_sample_stride + token * x_token_stride;           // (WIDTH,)
   const Element* gate_row = gate + sample * gate_sample_stride + token * gate_token_stride;  // (WIDTH,)
   const long long out = (long long)index * WIDTH;
+  const float factor = result_factor(input_scale);
   begin_row(row, y + sample * y_sample_stride + token * y_token_stride);
   if (HAS_GATES) {
     open_gates(Gates{gate_msa, gate_mlp, gate_msa_out, gate_mlp_out, gate_rows, gate_msa_stride, gate_mlp_stride},
@@ -75,6 +78,6 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
       o.pair[k] = rms_norm(v.pair[k], r, w.pair[k]);
       if (HAS_SCALE) o.pair[k] = product(o.pair[k], one_plus<Element>(s.pair[k]));
     }
-    store(z_out + out + at, o);
+    store_result<WIDE>(z_out + out + at, o, factor);
   }
 }

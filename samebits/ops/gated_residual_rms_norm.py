@@ -15,6 +15,7 @@ from samebits import jit
 from samebits.ops import rms_norm_scale
 from samebits.ops._layout import CONTIGUOUS, CTYPES, HERE, aligned, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Outputs, Variant
+from samebits.ops._quantize import FP8, quantized, quantized_case
 from samebits.ops._reduce_plan import reduce_plan
 from samebits.ops.qk_norm import rms_norm
 
@@ -31,6 +32,7 @@ def reference(
     eps: float,
     gate_msa: torch.Tensor | None = None,
     gate_mlp: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> Outputs:
     """Compute the chain in eager, as Z-Image's block spells it.
 
@@ -50,18 +52,20 @@ def reference(
         Added to both mean squares.
     gate_msa, gate_mlp : torch.Tensor, optional
         ``(B or 1, 1, D)``: the next block's gates before their tanh; both or none, and only with ``weight``.
+    input_scale : torch.Tensor, optional
+        fp32, ``()``: the next norm is quantised with it; only with ``weight``. See ``_quantize.py``.
 
     Returns
     -------
     torch.Tensor or tuple of torch.Tensor
         The new residual stream and, with ``weight``, its scaled norm, ``(B, S, D)``, contiguous; with the next block's
-        gates also their tanh, contiguous.
+        gates also their tanh, contiguous. The norm is float8_e4m3fn where it is quantised.
     """
     branch = rms_norm(y, y_weight, eps, "diffusers")
     x = x + (branch if gate is None else gate * branch)
     if weight is None:
         return x
-    normed = rms_norm_scale.scaled_norm(x, weight, scale, eps)
+    normed = quantized(rms_norm_scale.scaled_norm(x, weight, scale, eps), input_scale)
     return (x, normed) if gate_msa is None or gate_mlp is None else (x, normed, gate_msa.tanh(), gate_mlp.tanh())
 
 
@@ -75,6 +79,7 @@ def unsupported(
     eps: float,
     gate_msa: torch.Tensor | None = None,
     gate_mlp: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> str | None:
     """Say why the kernel does not take these arguments, or return ``None``. See :func:`reference` for the shapes."""
     if x.dim() != 3 or tuple(x.shape) != tuple(y.shape):
@@ -88,8 +93,10 @@ def unsupported(
         return f"the branch: {reason.replace('scale', 'gate')}"
     if weight is None and (gate_msa is not None or gate_mlp is not None):
         return "the gates of a next block need the weight of its norm"
+    if weight is None and input_scale is not None:
+        return "there is nothing to quantise without the weight of a next norm"
     next_weight = y_weight if weight is None else weight
-    if reason := rms_norm_scale.unsupported(x, next_weight, scale, eps, gate_msa, gate_mlp):
+    if reason := rms_norm_scale.unsupported(x, next_weight, scale, eps, gate_msa, gate_mlp, input_scale):
         return f"the residual stream: {reason}"
     return None
 
@@ -104,6 +111,7 @@ def prepare(
     eps: float,
     gate_msa: torch.Tensor | None = None,
     gate_mlp: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> Launcher:
     """Compile the kernel for these arguments' signature and plan its launch."""
     batch, tokens, width = x.shape
@@ -124,6 +132,8 @@ def prepare(
         "HAS_SCALE": int(scale is not None),
         "HAS_GATES": int(gate_msa is not None),
     }
+    if input_scale is not None:
+        constants["QUANTIZED"] = 1
     gate_strides, scale_strides = rms_norm_scale.broadcast_strides(gate), rms_norm_scale.broadcast_strides(scale)
     bound = jit.compile(SOURCE, "gated_residual_rms_norm", constants, x.device).bind(
         (rows, 1, 1),
@@ -142,6 +152,7 @@ def prepare(
         eps=float(eps),
     )
     device_index, empty_like = x.device.index or 0, torch.empty_like
+    result = x.dtype if input_scale is None else FP8
 
     def launch(
         x: torch.Tensor,
@@ -153,6 +164,7 @@ def prepare(
         eps: float,
         gate_msa: torch.Tensor | None = None,
         gate_mlp: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
         *,
         out: tuple[torch.Tensor, ...] | None = None,
     ) -> Outputs:
@@ -161,10 +173,10 @@ def prepare(
             if weight is None:
                 out = (stream,)
             elif gate_msa is None or gate_mlp is None:
-                out = (stream, empty_like(stream))
+                out = (stream, empty_like(stream, dtype=result))
             else:
                 opened = (empty_like(gate, memory_format=CONTIGUOUS) for gate in (gate_msa, gate_mlp))
-                out = (stream, empty_like(stream), *opened)
+                out = (stream, empty_like(stream, dtype=result), *opened)
         has_gates = len(out) == 4
         bound(
             device_index,
@@ -176,6 +188,7 @@ def prepare(
             0 if scale is None else scale.data_ptr(),
             0 if gate_msa is None else gate_msa.data_ptr(),
             0 if gate_mlp is None else gate_mlp.data_ptr(),
+            0 if input_scale is None else input_scale.data_ptr(),
             out[0].data_ptr(),
             0 if weight is None else out[1].data_ptr(),
             out[2].data_ptr() if has_gates else 0,
@@ -196,10 +209,12 @@ def allocate(
     eps: float,
     gate_msa: torch.Tensor | None = None,
     gate_mlp: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the uninitialised outputs, contiguous: one, or two with the next norm, and two of the gates' shape."""
-    likes = [x, None if weight is None else x, gate_msa, gate_mlp]
-    return tuple(torch.empty(like.shape, dtype=x.dtype, device=x.device) for like in likes if like is not None)
+    result = x.dtype if input_scale is None else FP8
+    made = [(x, x.dtype), (None if weight is None else x, result), (gate_msa, x.dtype), (gate_mlp, x.dtype)]
+    return tuple(torch.empty(like.shape, dtype=dtype, device=x.device) for like, dtype in made if like is not None)
 
 
 def bytes_moved(
@@ -212,12 +227,13 @@ def bytes_moved(
     eps: float,
     gate_msa: torch.Tensor | None = None,
     gate_mlp: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> int:
     """Return the bytes that one call must move: x, y, gates, weights and scale in, the results out."""
     elements = (3 if weight is None else 4) * x.numel()
     elements += 2 * sum(t.numel() for t in (gate_msa, gate_mlp) if t is not None)
     elements += sum(t.numel() for t in (gate, y_weight, weight, scale) if t is not None)
-    return elements * x.element_size()
+    return elements * x.element_size() - (0 if input_scale is None else x.numel() * (x.element_size() - 1))
 
 
 def _case(
@@ -259,6 +275,9 @@ CASES = (
     ),
     _case(64, 3840, _BF16, batch=2, form="per-token"),
     *(_case(64, 3840, _BF16, amplitude=amplitude) for amplitude in (1e-3, 40.0, 200.0)),
+    quantized_case(_case(4224, 3840, _BF16, form="next-block"), 9),
+    quantized_case(_case(17, 1000, torch.float16, batch=2), 9),
+    quantized_case(_case(9, 8200, torch.float32, batch=2), 9),
 )
 
 
@@ -270,6 +289,7 @@ def _variant(element: str, width: int, columns: int, groups: int, **has: int) ->
 
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (
+    _variant("__nv_bfloat16", 3840, 32, 1, QUANTIZED=1),
     _variant("__nv_bfloat16", 3840, 32, 1),
     _variant("__half", 3840, 256, 1, HAS_SCALE=0),
     _variant("float", 8192, 32, 16, HAS_GATE=0),
@@ -289,10 +309,12 @@ OP = Op(
     sources=(
         SOURCE,
         HERE / "_numerics.cuh",
+        HERE / "_quantize.cuh",
         HERE / "_gates.cuh",
         HERE / "_row_sum.cuh",
         HERE / "gated_residual_rms_norm.py",
         HERE / "_layout.py",
+        HERE / "_quantize.py",
         HERE / "_reduce_plan.py",
         HERE / "qk_norm.py",
         HERE / "rms_norm_scale.py",

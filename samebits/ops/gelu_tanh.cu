@@ -7,18 +7,22 @@
 // to 2^4, both signs counted. Below, the gate is so near to 0.5 that x * 0.5 rounds alike; above, it is exactly 1 or 0.
 // To halve is exact, so x * (0.5 * (1 + tanh(...))) is the same product as ATen's (0.5 * x) * (1 + tanh(...)).
 //
-// Macros: ELEMENT; WIDE elements a thread, not defined where the table is used.
+// With an input_scale y is quantised on its way out (_quantize.cuh); then no element is left over.
+//
+// Macros: ELEMENT; WIDE elements a thread, not defined where the table is used; QUANTIZED where y becomes e4m3.
 
 #include "_numerics.cuh"
 
 using Element = ELEMENT;
+
+#include "_quantize.cuh"
 
 #ifdef WIDE
 constexpr int THREADS = 128;
 
 // grid (blocks), block (THREADS): one vector a thread, the last thread also what is left over
 extern "C" __global__ void __launch_bounds__(THREADS)
-gelu_tanh_direct(const Element* __restrict__ x, Element* __restrict__ y, long long elements) {
+gelu_tanh_direct(const Element* __restrict__ x, const float* __restrict__ input_scale, Result* __restrict__ y, long long elements) {
   const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * WIDE;
   if (at + WIDE <= elements) {
     const Vector<Element, WIDE> v = load<Element, WIDE>(x + at);
@@ -28,9 +32,11 @@ gelu_tanh_direct(const Element* __restrict__ x, Element* __restrict__ y, long lo
       const float2 f = widen(v.pair[k]);
       o.pair[k] = round_pair<Element>(gelu_tanh(f.x), gelu_tanh(f.y));
     }
-    store(y + at, o);
+    store_result<WIDE>(y + at, o, result_factor(input_scale));
   } else {
+#ifndef QUANTIZED
     for (long long i = at; i < elements; i++) y[i] = round_to<Element>(gelu_tanh(widen(x[i])));
+#endif
   }
 }
 
@@ -61,7 +67,7 @@ __device__ __forceinline__ Pair<Element> gelu_by_table(const float* table, Pair<
 
 // grid (blocks), as many as run at once; block (THREADS). A thread takes one vector after another, the next already on its way.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-gelu_tanh_by_table(const Element* __restrict__ x, Element* __restrict__ y, long long elements) {
+gelu_tanh_by_table(const Element* __restrict__ x, const float* __restrict__ input_scale, Result* __restrict__ y, long long elements) {
   __shared__ float table[2 * SIDE];
   const long long vectors = elements / 8, step = (long long)gridDim.x * THREADS;
   long long at = (long long)blockIdx.x * THREADS + threadIdx.x;
@@ -69,15 +75,18 @@ gelu_tanh_by_table(const Element* __restrict__ x, Element* __restrict__ y, long 
   if (at < vectors) next = load<Element, 8>(x + at * 8);
   fill(table);
   __syncthreads();
+#ifndef QUANTIZED
   const long long left = vectors * 8 + at;  // fewer than eight elements are left over
   if (left < elements) y[left] = round_to<Element>(__fmul_rn(widen(x[left]), gate(table, x[left])));
+#endif
+  const float factor = result_factor(input_scale);
   while (at < vectors) {
     const Vector<Element, 8> v = next;
     if (at + step < vectors) next = load<Element, 8>(x + (at + step) * 8);
     Vector<Element, 8> o;
 #pragma unroll
     for (int k = 0; k < 4; k++) o.pair[k] = gelu_by_table(table, v.pair[k]);
-    store(y + at * 8, o);
+    store_result<8>(y + at * 8, o, factor);
     at += step;
   }
 }

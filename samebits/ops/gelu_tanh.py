@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from samebits import jit
 from samebits.ops._layout import CONTIGUOUS, CTYPES, HERE, multiprocessors, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
+from samebits.ops._quantize import FP8, quantized, quantized_case, why_not_scale
 
 SOURCE = HERE / "gelu_tanh.cu"
 _THREADS = 128
@@ -22,12 +23,15 @@ eager, the formula and the table take 3.5, 3.6 and 4.8 us for 1.6 million elemen
 and 68.6, 67.9 and 51.3 us for 50 million between two GEMMs."""
 
 
-def reference(x: torch.Tensor) -> torch.Tensor:
-    """Compute ``F.gelu(x, approximate="tanh")`` in eager; x is of any shape."""
-    return F.gelu(x, approximate="tanh")
+def reference(x: torch.Tensor, input_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute ``F.gelu(x, approximate="tanh")`` in eager; x is of any shape.
+
+    With ``input_scale``, fp32 of shape ``()``, the result is quantised with it, see ``_quantize.py``.
+    """
+    return quantized(F.gelu(x, approximate="tanh"), input_scale)
 
 
-def unsupported(x: torch.Tensor) -> str | None:
+def unsupported(x: torch.Tensor, input_scale: torch.Tensor | None = None) -> str | None:
     """Say why the kernel does not take x, or return ``None``."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"x must be float32, float16 or bfloat16; it is {x.dtype}"
@@ -35,39 +39,46 @@ def unsupported(x: torch.Tensor) -> str | None:
         return f"x must be contiguous and not empty; its shape is {tuple(x.shape)}, its strides {x.stride()}"
     if x.data_ptr() % 16:
         return "x is not aligned to 16 bytes"
-    return None
+    if input_scale is not None and x.numel() % 8:
+        return f"to be quantised x must have a multiple of eight elements; it has {x.numel()}"
+    return why_not_scale(input_scale, x.device)
 
 
-def prepare(x: torch.Tensor) -> Launcher:
+def prepare(x: torch.Tensor, input_scale: torch.Tensor | None = None) -> Launcher:
     """Compile the kernel for x's signature and plan its launch."""
     elements, wide = x.numel(), 16 // x.element_size()
+    constants: dict[str, int | str] = {"ELEMENT": CTYPES[x.dtype]}
+    if input_scale is not None:
+        constants["QUANTIZED"] = 1
     if x.dtype == torch.bfloat16 and elements >= TABLE_FROM:
         # Blocks that stay, one vector after another: each fills the table once.
         blocks = min(_TABLE_BLOCKS * multiprocessors(x.device), -(-elements // (wide * _TABLE_THREADS)))
-        kernel = jit.compile(SOURCE, "gelu_tanh_by_table", {"ELEMENT": CTYPES[x.dtype]}, x.device)
+        kernel = jit.compile(SOURCE, "gelu_tanh_by_table", constants, x.device)
         bound = kernel.bind((blocks, 1, 1), (_TABLE_THREADS, 1, 1), 0, elements=elements)
     else:
-        constants: dict[str, int | str] = {"ELEMENT": CTYPES[x.dtype], "WIDE": wide}
-        kernel = jit.compile(SOURCE, "gelu_tanh_direct", constants, x.device)
+        kernel = jit.compile(SOURCE, "gelu_tanh_direct", constants | {"WIDE": wide}, x.device)
         bound = kernel.bind((-(-elements // (wide * _THREADS)), 1, 1), (_THREADS, 1, 1), 0, elements=elements)
     device_index, empty_like = x.device.index or 0, torch.empty_like
+    result = x.dtype if input_scale is None else FP8
 
-    def launch(x: torch.Tensor, *, out: tuple[torch.Tensor, ...] | None = None) -> torch.Tensor:
-        y = empty_like(x, memory_format=CONTIGUOUS) if out is None else out[0]
-        bound(device_index, x.data_ptr(), y.data_ptr())
+    def launch(
+        x: torch.Tensor, input_scale: torch.Tensor | None = None, *, out: tuple[torch.Tensor, ...] | None = None
+    ) -> torch.Tensor:
+        y = empty_like(x, dtype=result, memory_format=CONTIGUOUS) if out is None else out[0]
+        bound(device_index, x.data_ptr(), 0 if input_scale is None else input_scale.data_ptr(), y.data_ptr())
         return y
 
     return launch
 
 
-def allocate(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the uninitialised output, of x's shape, contiguous."""
-    return (torch.empty(x.shape, dtype=x.dtype, device=x.device),)
+def allocate(x: torch.Tensor, input_scale: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """Return the uninitialised output, of x's shape, contiguous; float8_e4m3fn where it is quantised."""
+    return (torch.empty(x.shape, dtype=x.dtype if input_scale is None else FP8, device=x.device),)
 
 
-def bytes_moved(x: torch.Tensor) -> int:
+def bytes_moved(x: torch.Tensor, input_scale: torch.Tensor | None = None) -> int:
     """Return the bytes that one call must move: x in, the result out."""
-    return 2 * x.numel() * x.element_size()
+    return x.numel() * (x.element_size() + (x.element_size() if input_scale is None else 1))
 
 
 def _case(shape: tuple[int, ...], dtype: torch.dtype, amplitude: float = 1.0) -> Case:
@@ -95,9 +106,16 @@ CASES = (
     _every_value(torch.float16),
     *(_case((1, 17, width), dtype) for width in (1, 5, 1000) for dtype in CTYPES if dtype.is_floating_point),
     *(_case((1, 64, 1024), torch.float32, amplitude) for amplitude in (1e-3, 4.0, 40.0)),
+    quantized_case(_case((1, 4096, 12288), torch.bfloat16), 1),
+    quantized_case(_case((1, 128, 12288), torch.bfloat16), 1),
+    quantized_case(_every_value(torch.bfloat16), 1),
+    quantized_case(_every_value(torch.float16), 1),
+    quantized_case(_case((1, 17, 1000), torch.float32), 1),
 )
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (
+    ("gelu_tanh_direct", {"ELEMENT": "__nv_bfloat16", "WIDE": 8, "QUANTIZED": 1}, True),
+    ("gelu_tanh_by_table", {"ELEMENT": "__nv_bfloat16", "QUANTIZED": 1}, True),
     ("gelu_tanh_direct", {"ELEMENT": "__nv_bfloat16", "WIDE": 8}, True),
     ("gelu_tanh_direct", {"ELEMENT": "__half", "WIDE": 8}, True),
     ("gelu_tanh_direct", {"ELEMENT": "float", "WIDE": 4}, True),
@@ -115,6 +133,13 @@ OP = Op(
     allocate=allocate,
     bytes_moved=bytes_moved,
     cases=CASES,
-    sources=(SOURCE, HERE / "_numerics.cuh", HERE / "gelu_tanh.py", HERE / "_layout.py"),
-    headline=tuple(case.name for case in CASES[:2]),
+    sources=(
+        SOURCE,
+        HERE / "_numerics.cuh",
+        HERE / "_quantize.cuh",
+        HERE / "gelu_tanh.py",
+        HERE / "_layout.py",
+        HERE / "_quantize.py",
+    ),
+    headline=(*(case.name for case in CASES[:2]), "1x4096x12288 fp8"),
 )

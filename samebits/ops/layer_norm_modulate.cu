@@ -6,14 +6,17 @@
 //
 // A block takes one row after another, as far apart as there are blocks; with AHEAD the next one is already on its way.
 //
-// Macros: ELEMENT the element type; WIDTH the row's length; AHEAD 0 or 1; BLOCKS of a multiprocessor; INDEX the integer type of the per-token choice between two
-// modulation rows, not defined where there is one row.
+// With an input_scale y is quantised on its way out: _quantize.cuh.
+//
+// Macros: ELEMENT the element type; WIDTH the row's length; AHEAD 0 or 1; BLOCKS of a multiprocessor; INDEX the integer type of
+// the per-token choice between two modulation rows, not defined where there is one row; QUANTIZED where y becomes e4m3.
 
 #include "_numerics.cuh"
 
 using Element = ELEMENT;
 
 #include "_layer_norm.cuh"
+#include "_quantize.cuh"
 
 __device__ __forceinline__ void load_row(Share& v, const Element* row) {
 #pragma unroll
@@ -25,10 +28,11 @@ __device__ __forceinline__ void load_row(Share& v, const Element* row) {
 // grid (blocks, batch), block (32, 4)
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 layer_norm_modulate(const Element* __restrict__ x, const Element* __restrict__ scale, const Element* __restrict__ shift,
-                    const INDEX* __restrict__ index, Element* __restrict__ y, int tokens, long long x_batch_stride,
-                    long long x_token_stride, long long scale_stride, long long shift_stride, long long index_batch_stride,
+                    const INDEX* __restrict__ index, const float* __restrict__ input_scale, Result* __restrict__ y, int tokens,
+                    long long x_batch_stride, long long x_token_stride, long long scale_stride, long long shift_stride, long long index_batch_stride,
                     long long index_token_stride, float eps) {
   const long long batch = blockIdx.y;
+  const float factor = result_factor(input_scale);
   const Element* first = x + batch * x_batch_stride;  // (tokens, WIDTH)
   long long token = blockIdx.x;
   Share v, ahead;
@@ -42,7 +46,7 @@ layer_norm_modulate(const Element* __restrict__ x, const Element* __restrict__ s
     const long long modulation = modulation_row(index, batch * index_batch_stride + token * index_token_stride);
     const Element* scale_row = scale + modulation * scale_stride;  // (WIDTH,)
     const Element* shift_row = shift + modulation * shift_stride;  // (WIDTH,)
-    Element* out = y + (batch * tokens + token) * WIDTH;           // (WIDTH,)
+    Result* out = y + (batch * tokens + token) * WIDTH;            // (WIDTH,)
 #pragma unroll
     for (int i = 0; i < STEPS + 1; i++) {
       if (!has_vector(i)) break;
@@ -51,7 +55,7 @@ layer_norm_modulate(const Element* __restrict__ x, const Element* __restrict__ s
       Vector<Element, 4> o;
 #pragma unroll
       for (int k = 0; k < 2; k++) o.pair[k] = normalize_modulate(v[i].pair[k], statistics, s.pair[k], t.pair[k]);
-      store(out + at, o);
+      store_result<4>(out + at, o, factor);
     }
     if (!has_more) return;
     token = next;

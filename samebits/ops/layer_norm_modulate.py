@@ -7,14 +7,13 @@ The kernel reproduces ATen's ``vectorized_layer_norm_kernel``, see ``layer_norm_
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from samebits import jit
 from samebits.ops._layout import CONTIGUOUS, CTYPES, HERE, aligned, in_order, multiprocessors, randn
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
+from samebits.ops._quantize import FP8, quantized, quantized_case, why_not_scale
 
 SOURCE = HERE / "layer_norm_modulate.cu"
 MAX_WIDTH = 16384
@@ -24,7 +23,12 @@ _BLOCKS, _MOST_SHARE_BYTES = 8, 64  # blocks of a multiprocessor that take one r
 
 
 def reference(
-    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float, index: torch.Tensor | None = None
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+    index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the chain in eager, as diffusers' ``AdaLayerNormContinuous`` and ``_modulate`` spell it.
 
@@ -38,11 +42,13 @@ def reference(
         Added to the variance.
     index : torch.Tensor, optional
         ``(B, S)`` integers: which of its sample's two modulation rows a token uses.
+    input_scale : torch.Tensor, optional
+        fp32, ``()``: the result is quantised with it, see ``_quantize.py``.
 
     Returns
     -------
     torch.Tensor
-        ``(B, S, D)``, contiguous.
+        ``(B, S, D)``, contiguous; float8_e4m3fn where it is quantised.
     """
     if index is None:
         scale, shift = scale[:, None, :], shift[:, None, :]
@@ -51,11 +57,16 @@ def reference(
         first = index.unsqueeze(-1) == 0
         scale = torch.where(first, scale[:batch].unsqueeze(1), scale[batch:].unsqueeze(1))
         shift = torch.where(first, shift[:batch].unsqueeze(1), shift[batch:].unsqueeze(1))
-    return F.layer_norm(x, (x.shape[-1],), None, None, eps) * (1 + scale) + shift
+    return quantized(F.layer_norm(x, (x.shape[-1],), None, None, eps) * (1 + scale) + shift, input_scale)
 
 
 def unsupported(
-    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float, index: torch.Tensor | None = None
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+    index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> str | None:
     """Say why the kernel does not take these arguments, or return ``None``. See :func:`reference` for the shapes."""
     if x.dim() != 3:
@@ -90,11 +101,16 @@ def unsupported(
     for name, t in (("scale", scale), ("shift", shift)):
         if not in_order(t):
             return f"the rows of {name} must lie apart or be one row; they overlap, its strides are {t.stride()}"
-    return None
+    return why_not_scale(input_scale, x.device)
 
 
 def prepare(
-    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float, index: torch.Tensor | None = None
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+    index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> Launcher:
     """Compile the kernel for these arguments' signature and plan its launch."""
     batch, tokens, width = x.shape
@@ -105,6 +121,8 @@ def prepare(
     constants |= {"AHEAD": int(keeps_two), "BLOCKS": _BLOCKS if keeps_two else 1}
     if index is not None:
         constants["INDEX"] = CTYPES[index.dtype]
+    if input_scale is not None:
+        constants["QUANTIZED"] = 1
     bound = jit.compile(SOURCE, "layer_norm_modulate", constants, x.device).bind(
         (min(tokens, blocks), batch, 1),
         (32, 4, 1),
@@ -119,6 +137,7 @@ def prepare(
         eps=float(eps),
     )
     device_index, empty_like = x.device.index or 0, torch.empty_like
+    result = x.dtype if input_scale is None else FP8
 
     def launch(
         x: torch.Tensor,
@@ -126,16 +145,18 @@ def prepare(
         shift: torch.Tensor,
         eps: float,
         index: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
         *,
         out: tuple[torch.Tensor, ...] | None = None,
     ) -> torch.Tensor:
-        y = empty_like(x, memory_format=CONTIGUOUS) if out is None else out[0]
+        y = empty_like(x, dtype=result, memory_format=CONTIGUOUS) if out is None else out[0]
         bound(
             device_index,
             x.data_ptr(),
             scale.data_ptr(),
             shift.data_ptr(),
             0 if index is None else index.data_ptr(),
+            0 if input_scale is None else input_scale.data_ptr(),
             y.data_ptr(),
         )
         return y
@@ -143,17 +164,30 @@ def prepare(
     return launch
 
 
-def allocate(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-    """Return the uninitialised output, ``(B, S, D)`` contiguous."""
-    return (torch.empty(x.shape, dtype=x.dtype, device=x.device),)
+def allocate(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+    index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return the uninitialised output, ``(B, S, D)`` contiguous; float8_e4m3fn where it is quantised."""
+    return (torch.empty(x.shape, dtype=x.dtype if input_scale is None else FP8, device=x.device),)
 
 
 def bytes_moved(
-    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float, index: torch.Tensor | None = None
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+    index: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
 ) -> int:
     """Return the bytes that one call must move: x and the modulation in, the result out."""
     extra = 0 if index is None else index.numel() * index.element_size()
-    return (2 * x.numel() + scale.numel() + shift.numel()) * x.element_size() + extra
+    out = x.numel() * (x.element_size() if input_scale is None else 1)
+    return (x.numel() + scale.numel() + shift.numel()) * x.element_size() + out + extra
 
 
 def _case(
@@ -192,6 +226,10 @@ CASES = (
     _case(5, 1536, torch.float16, batch=2, indexed=True),
     _case(5, 1540, torch.float32, batch=2, indexed=True),
     *(_case(64, 3072, _HALF, amplitude=amplitude) for amplitude in (1e-3, 40.0, 200.0)),
+    quantized_case(_case(4096, 3072, _HALF), 5),
+    quantized_case(_case(128, 3072, _HALF, batch=2, indexed=True), 5),
+    quantized_case(_case(17, 516, torch.float16), 5),
+    quantized_case(_case(17, 1000, torch.float32), 5),
 )
 
 
@@ -201,6 +239,11 @@ def _variant(element: str, width: int, ahead: int, **index: str) -> Variant:
 
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (
+    (
+        "layer_norm_modulate",
+        {"ELEMENT": "__nv_bfloat16", "WIDTH": 3072, "AHEAD": 1, "BLOCKS": _BLOCKS, "QUANTIZED": 1},
+        True,
+    ),
     _variant("__nv_bfloat16", 3072, 1),
     _variant("__half", 4096, 1, INDEX="int"),
     _variant("float", 16384, 0),
@@ -220,8 +263,15 @@ OP = Op(
         SOURCE,
         HERE / "_layer_norm.cuh",
         HERE / "_numerics.cuh",
+        HERE / "_quantize.cuh",
         HERE / "layer_norm_modulate.py",
         HERE / "_layout.py",
+        HERE / "_quantize.py",
     ),
-    headline=(*(f"1x{tokens}x3072" for tokens in (128, 512, 2048, 4096, 4608)), "1x4096x4096", "1x4096x3072 indexed"),
+    headline=(
+        *(f"1x{tokens}x3072" for tokens in (128, 512, 2048, 4096, 4608)),
+        "1x4096x4096",
+        "1x4096x3072 indexed",
+        "1x4096x3072 fp8",
+    ),
 )

@@ -27,6 +27,7 @@ from samebits.ops._layout import (
     row_layout,
 )
 from samebits.ops._op import Args, Case, Launcher, Op, Outputs, Variant
+from samebits.ops._quantize import FP8, quantized, quantized_case, why_not_scale
 from samebits.ops._reduce_plan import reduce_plan, why_no_plan
 from samebits.ops.qk_norm import rms_norm
 
@@ -46,7 +47,13 @@ def scaled_norm(x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float)
 
 
 def reference(
-    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate_msa: Maybe = None, gate_mlp: Maybe = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: Maybe,
+    eps: float,
+    gate_msa: Maybe = None,
+    gate_mlp: Maybe = None,
+    input_scale: Maybe = None,
 ) -> Outputs:
     """Compute the chain in eager, as diffusers' ``RMSNorm`` and Z-Image's block spell it.
 
@@ -62,18 +69,27 @@ def reference(
         Added to the mean square.
     gate_msa, gate_mlp : torch.Tensor, optional
         ``(B or 1, 1, D)``: what the block multiplies its two branches with once it has their tanh; both or none.
+    input_scale : torch.Tensor, optional
+        fp32, ``()``: the scaled norm is quantised with it, see ``_quantize.py``.
 
     Returns
     -------
     torch.Tensor or tuple of torch.Tensor
-        The scaled norm, of x's shape and dtype, contiguous; with gates also their tanh, contiguous.
+        The scaled norm, of x's shape and dtype, or float8_e4m3fn where it is quantised, contiguous; with gates also
+        their tanh, contiguous.
     """
-    y = scaled_norm(x, weight, scale, eps)
+    y = quantized(scaled_norm(x, weight, scale, eps), input_scale)
     return y if gate_msa is None or gate_mlp is None else (y, gate_msa.tanh(), gate_mlp.tanh())
 
 
 def unsupported(
-    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate_msa: Maybe = None, gate_mlp: Maybe = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: Maybe,
+    eps: float,
+    gate_msa: Maybe = None,
+    gate_mlp: Maybe = None,
+    input_scale: Maybe = None,
 ) -> str | None:
     """Say why the kernel does not take these arguments, or return ``None``. See :func:`reference` for the shapes."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -103,7 +119,7 @@ def unsupported(
             return f"scale must broadcast against x {tuple(x.shape)}; it is {tuple(scale.shape)}"
         if not in_order(scale):
             return f"the dimensions of scale must lie in memory in their order; its strides are {scale.stride()}"
-    if reason := unsupported_gates(x, gate_msa, gate_mlp):
+    if reason := unsupported_gates(x, gate_msa, gate_mlp) or why_not_scale(input_scale, x.device):
         return reason
     for name, t in (("x", x), ("weight", weight), ("scale", scale), ("gate_msa", gate_msa), ("gate_mlp", gate_mlp)):
         if t is not None and not aligned(t, 4):
@@ -147,7 +163,13 @@ def broadcast_strides(scale: torch.Tensor | None) -> tuple[int, int]:
 
 
 def prepare(
-    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate_msa: Maybe = None, gate_mlp: Maybe = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: Maybe,
+    eps: float,
+    gate_msa: Maybe = None,
+    gate_mlp: Maybe = None,
+    input_scale: Maybe = None,
 ) -> Launcher:
     """Compile the kernel for these arguments' signature and plan its launch."""
     width = x.shape[-1]
@@ -175,6 +197,8 @@ def prepare(
     row_bytes, blocks = width * x.element_size(), _BLOCKS * multiprocessors(x.device)
     stays = plan.columns * plan.groups == 32 and 2 * _BLOCKS * row_bytes <= _MOST_SHARED_BYTES and rows > blocks
     constants["AHEAD"] = _BLOCKS if stays else 0
+    if input_scale is not None:
+        constants["QUANTIZED"] = 1
     bound = jit.compile(SOURCE, "rms_norm_scale", constants, x.device).bind(
         (blocks if stays else rows, 1, 1),
         plan.block,
@@ -189,6 +213,7 @@ def prepare(
         eps=float(eps),
     )
     device_index, empty_like = x.device.index or 0, torch.empty_like
+    result = x.dtype if input_scale is None else FP8
 
     def launch(
         x: torch.Tensor,
@@ -197,17 +222,19 @@ def prepare(
         eps: float,
         gate_msa: Maybe = None,
         gate_mlp: Maybe = None,
+        input_scale: Maybe = None,
         *,
         out: tuple[torch.Tensor, ...] | None = None,
     ) -> Outputs:
         scale_at = 0 if scale is None else scale.data_ptr()
+        input_scale_at = 0 if input_scale is None else input_scale.data_ptr()
         if gate_msa is None or gate_mlp is None:
-            y = empty_like(x, memory_format=CONTIGUOUS) if out is None else out[0]
-            bound(device_index, x.data_ptr(), weight.data_ptr(), scale_at, 0, 0, y.data_ptr(), 0, 0)
+            y = empty_like(x, dtype=result, memory_format=CONTIGUOUS) if out is None else out[0]
+            bound(device_index, x.data_ptr(), weight.data_ptr(), scale_at, 0, 0, input_scale_at, y.data_ptr(), 0, 0)
             return y
         if out is None:
             out = (
-                empty_like(x, memory_format=CONTIGUOUS),
+                empty_like(x, dtype=result, memory_format=CONTIGUOUS),
                 empty_like(gate_msa, memory_format=CONTIGUOUS),
                 empty_like(gate_mlp, memory_format=CONTIGUOUS),
             )
@@ -218,6 +245,7 @@ def prepare(
             scale_at,
             gate_msa.data_ptr(),
             gate_mlp.data_ptr(),
+            input_scale_at,
             out[0].data_ptr(),
             out[1].data_ptr(),
             out[2].data_ptr(),
@@ -228,19 +256,33 @@ def prepare(
 
 
 def allocate(
-    x: torch.Tensor, weight: Any, scale: Any, eps: float, gate_msa: Maybe = None, gate_mlp: Maybe = None
+    x: torch.Tensor,
+    weight: Any,
+    scale: Any,
+    eps: float,
+    gate_msa: Maybe = None,
+    gate_mlp: Maybe = None,
+    input_scale: Maybe = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the uninitialised outputs, contiguous: of x's shape, and with gates two of theirs."""
-    likes = [t for t in (x, gate_msa, gate_mlp) if t is not None]
-    return tuple(torch.empty(like.shape, dtype=x.dtype, device=x.device) for like in likes)
+    gates = [t for t in (gate_msa, gate_mlp) if t is not None]
+    y = torch.empty(x.shape, dtype=x.dtype if input_scale is None else FP8, device=x.device)
+    return y, *(torch.empty(gate.shape, dtype=x.dtype, device=x.device) for gate in gates)
 
 
 def bytes_moved(
-    x: torch.Tensor, weight: torch.Tensor, scale: Maybe, eps: float, gate_msa: Maybe = None, gate_mlp: Maybe = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: Maybe,
+    eps: float,
+    gate_msa: Maybe = None,
+    gate_mlp: Maybe = None,
+    input_scale: Maybe = None,
 ) -> int:
     """Return the bytes that one call must move: x, weight, scale and gates in; the results, gates again, out."""
     once, twice = ([t for t in group if t is not None] for group in ((weight, scale), (x, gate_msa, gate_mlp)))
-    return (sum(t.numel() for t in once) + 2 * sum(t.numel() for t in twice)) * x.element_size()
+    moved = (sum(t.numel() for t in once) + 2 * sum(t.numel() for t in twice)) * x.element_size()
+    return moved if input_scale is None else moved - x.numel() * (x.element_size() - 1)
 
 
 def _case(
@@ -285,16 +327,21 @@ CASES = (
     ),
     _case(64, 3840, _BF16, batch=2, form="token-scale"),
     *(_case(64, 3840, dtype, amplitude=a) for dtype in (_BF16, _FP16) for a in (1e-3, 40.0, 200.0)),
+    quantized_case(_case(4224, 3840, _BF16), 6),
+    quantized_case(_case(17, 3840, _FP16, batch=2), 6),
+    quantized_case(_case(9, 1000, _FP32, batch=2), 6),
+    quantized_case(_case(5, 16384, _BF16, form="no-scale"), 6),
 )
 
 
-def _variant(element: str, width: int, columns: int, groups: int, has_scale: int) -> Variant:
+def _variant(element: str, width: int, columns: int, groups: int, has_scale: int, **more: int) -> Variant:
     constants: dict[str, int | str] = {"ELEMENT": element, "WIDTH": width, "COLUMNS": columns, "GROUPS": groups}
     constants |= {"WIDE": 4 if element == "float" else 8, "HAS_SCALE": has_scale, "HAS_GATES": 1}
-    return "rms_norm_scale", constants | {"AHEAD": _BLOCKS if columns * groups == 32 else 0}, False
+    return "rms_norm_scale", constants | {"AHEAD": _BLOCKS if columns * groups == 32 else 0} | more, False
 
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (
+    _variant("__nv_bfloat16", 3840, 32, 1, 1, QUANTIZED=1),
     _variant("__nv_bfloat16", 3840, 32, 1, 1),
     _variant("__half", 3840, 256, 1, 0),
     _variant("float", 8192, 32, 16, 1),
@@ -315,12 +362,14 @@ OP = Op(
     sources=(
         SOURCE,
         HERE / "_numerics.cuh",
+        HERE / "_quantize.cuh",
         HERE / "_gates.cuh",
         HERE / "_row_sum.cuh",
         HERE / "rms_norm_scale.py",
         HERE / "_layout.py",
+        HERE / "_quantize.py",
         HERE / "_reduce_plan.py",
         HERE / "qk_norm.py",
     ),
-    headline=tuple(case.name for case in CASES[:3]),
+    headline=(*(case.name for case in CASES[:3]), "1x4224x3840 fp8"),
 )

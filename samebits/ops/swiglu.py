@@ -6,8 +6,6 @@ product.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -23,28 +21,31 @@ from samebits.ops._layout import (
     row_layout,
 )
 from samebits.ops._op import Args, Case, Launcher, Op, Variant
+from samebits.ops._quantize import FP8, quantized, quantized_case, why_not_scale
 
 SOURCE = HERE / "swiglu.cu"
 _THREADS = 256
 
 
-def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def reference(a: torch.Tensor, b: torch.Tensor, input_scale: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``F.silu(a) * b`` in eager.
 
     Parameters
     ----------
     a, b : torch.Tensor
         ``(..., D)``, of one shape and dtype; two tensors, or the two halves of a packed projection.
+    input_scale : torch.Tensor, optional
+        fp32, ``()``: the result is quantised with it, see ``_quantize.py``.
 
     Returns
     -------
     torch.Tensor
-        Of a's shape, contiguous.
+        Of a's shape, contiguous; float8_e4m3fn where it is quantised.
     """
-    return F.silu(a) * b
+    return quantized(F.silu(a) * b, input_scale)
 
 
-def unsupported(a: torch.Tensor, b: torch.Tensor) -> str | None:
+def unsupported(a: torch.Tensor, b: torch.Tensor, input_scale: torch.Tensor | None = None) -> str | None:
     """Say why the kernel does not take these arguments, or return ``None``. See :func:`reference` for the shapes."""
     if a.dtype not in (torch.float32, torch.float16, torch.bfloat16) or b.dtype != a.dtype:
         return f"a and b must both be float32, float16 or bfloat16; they are {a.dtype} and {b.dtype}"
@@ -63,7 +64,7 @@ def unsupported(a: torch.Tensor, b: torch.Tensor) -> str | None:
             return f"{name} is not aligned to four elements"
         if not gives_contiguous_output(t):
             return f"the rows of {name} must lie in memory in their order and apart; the strides are {t.stride()}"
-    return None
+    return why_not_scale(input_scale, a.device)
 
 
 def _row_stride(t: torch.Tensor) -> int:
@@ -73,12 +74,14 @@ def _row_stride(t: torch.Tensor) -> int:
     return layout.token_stride
 
 
-def prepare(a: torch.Tensor, b: torch.Tensor) -> Launcher:
+def prepare(a: torch.Tensor, b: torch.Tensor, input_scale: torch.Tensor | None = None) -> Launcher:
     """Compile the kernel for these arguments' signature and plan its launch."""
     width = a.shape[-1]
     rows = a.numel() // width
     wide = 8 if a.element_size() == 2 and width % 8 == 0 and all(aligned(t, 8) for t in (a, b)) else 4
     constants: dict[str, int | str] = {"ELEMENT": CTYPES[a.dtype], "WIDTH": width, "WIDE": wide}
+    if input_scale is not None:
+        constants["QUANTIZED"] = 1
     bound = jit.compile(SOURCE, "swiglu", constants, a.device).bind(
         (-(-rows * (width // wide) // _THREADS), 1, 1),
         (_THREADS, 1, 1),
@@ -88,23 +91,31 @@ def prepare(a: torch.Tensor, b: torch.Tensor) -> Launcher:
         b_stride=_row_stride(b),
     )
     device_index, empty_like = a.device.index or 0, torch.empty_like
+    result = a.dtype if input_scale is None else FP8
 
-    def launch(a: torch.Tensor, b: torch.Tensor, *, out: tuple[torch.Tensor, ...] | None = None) -> torch.Tensor:
-        y = empty_like(a, memory_format=CONTIGUOUS) if out is None else out[0]
-        bound(device_index, a.data_ptr(), b.data_ptr(), y.data_ptr())
+    def launch(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        input_scale: torch.Tensor | None = None,
+        *,
+        out: tuple[torch.Tensor, ...] | None = None,
+    ) -> torch.Tensor:
+        y = empty_like(a, dtype=result, memory_format=CONTIGUOUS) if out is None else out[0]
+        scale_at = 0 if input_scale is None else input_scale.data_ptr()
+        bound(device_index, a.data_ptr(), b.data_ptr(), scale_at, y.data_ptr())
         return y
 
     return launch
 
 
-def allocate(a: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-    """Return the uninitialised output, of a's shape, contiguous."""
-    return (torch.empty(a.shape, dtype=a.dtype, device=a.device),)
+def allocate(a: torch.Tensor, b: torch.Tensor, input_scale: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """Return the uninitialised output, of a's shape, contiguous; float8_e4m3fn where it is quantised."""
+    return (torch.empty(a.shape, dtype=a.dtype if input_scale is None else FP8, device=a.device),)
 
 
-def bytes_moved(a: torch.Tensor, b: torch.Tensor) -> int:
+def bytes_moved(a: torch.Tensor, b: torch.Tensor, input_scale: torch.Tensor | None = None) -> int:
     """Return the bytes that one call must move: both halves in, the result out."""
-    return 3 * a.numel() * a.element_size()
+    return a.numel() * (2 * a.element_size() + (a.element_size() if input_scale is None else 1))
 
 
 def _case(tokens: int, width: int, dtype: torch.dtype, *, packed: bool = False, amplitude: float = 1.0) -> Case:
@@ -123,9 +134,13 @@ CASES = (
     _case(128, 10240, torch.bfloat16),
     *(_case(17, width, dtype) for width in (4, 516, 1000) for dtype in CTYPES if dtype.is_floating_point),
     *(_case(64, 1024, dtype, amplitude=a) for dtype in (torch.bfloat16, torch.float16) for a in (1e-3, 40.0, 300.0)),
+    quantized_case(_case(4224, 10240, torch.bfloat16), 2),
+    quantized_case(_case(17, 1000, torch.float16), 2),
+    quantized_case(_case(17, 516, torch.float32), 2),
 )
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (
+    ("swiglu", {"ELEMENT": "__nv_bfloat16", "WIDTH": 10240, "WIDE": 8, "QUANTIZED": 1}, False),
     ("swiglu", {"ELEMENT": "__nv_bfloat16", "WIDTH": 10240, "WIDE": 8}, False),
     ("swiglu", {"ELEMENT": "__half", "WIDTH": 10240, "WIDE": 4}, False),
     ("swiglu", {"ELEMENT": "float", "WIDTH": 10240, "WIDE": 4}, False),
@@ -142,6 +157,13 @@ OP = Op(
     allocate=allocate,
     bytes_moved=bytes_moved,
     cases=CASES,
-    sources=(SOURCE, HERE / "_numerics.cuh", HERE / "swiglu.py", HERE / "_layout.py"),
-    headline=tuple(case.name for case in CASES[:3]),
+    sources=(
+        SOURCE,
+        HERE / "_numerics.cuh",
+        HERE / "_quantize.cuh",
+        HERE / "swiglu.py",
+        HERE / "_layout.py",
+        HERE / "_quantize.py",
+    ),
+    headline=(*(case.name for case in CASES[:3]), "1x4224x10240 fp8"),
 )

@@ -357,6 +357,9 @@ class Views:
         dtype = self.pick(BF16, FP16, FP32)
         return self.view(shape, dtype), self.view(shape, dtype)
 
+    def to_quantise(self) -> Arguments:
+        return *self.halves()[:1], torch.tensor(0.5)
+
     def one(self) -> Arguments:
         return self.halves()[:1]
 
@@ -382,6 +385,7 @@ DRAWS: dict[str, Callable[[Views], Arguments]] = {
     "qk_norm_rope": Views.joint,
     "gelu_tanh": Views.one,
     "swiglu": Views.halves,
+    "quantize_fp8": Views.to_quantise,
     "bias_gated_residual": Views.biased,
     "bias_gated_residual_norm_modulate": Views.biased_norm,
 }
