@@ -163,7 +163,7 @@ def allocate(
 def bytes_moved(*args: Any) -> int:
     """Return the bytes that one call must move: h, y and the modulation in, both results out."""
     h, _, _, scale, *_ = args
-    came_in = (2 * h.numel() + 3 * scale.numel()) * h.element_size()
+    came_in: int = (2 * h.numel() + 3 * scale.numel()) * h.element_size()
     return came_in + sum(output.numel() * output.element_size() for output in allocate(*args))
 
 

@@ -358,7 +358,7 @@ class Views:
         return self.view(shape, dtype), self.view(shape, dtype)
 
     def to_quantise(self) -> Arguments:
-        return *self.halves()[:1], torch.tensor(0.5)
+        return *self.halves()[:1], torch.tensor(0.5) if self.often() else torch.tensor([0.5])
 
     def one(self) -> Arguments:
         return self.halves()[:1]
