@@ -58,6 +58,7 @@ class Result:
             "sites": self.rows,
             "cuda_graphs": self.graphs,
             "rechecks": self.rechecks,
+            "notes": [] if self.report is None else list(self.report.notes),
             "proof": None if self.proof is None else self.proof.to_json(),
         }
 

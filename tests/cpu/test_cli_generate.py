@@ -71,6 +71,7 @@ class FakeHandle:
         return SimpleNamespace(
             rows=rows,
             graphs=(),
+            notes=(),
             rechecks=self.rechecks,
             to_json=lambda: [dict(vars(row)) for row in rows],
             __str__=lambda: "table",
@@ -159,6 +160,7 @@ def test_the_json_is_what_the_documentation_says(tmp_path: Path, model: str) -> 
         "sites",
         "cuda_graphs",
         "rechecks",
+        "notes",
         "proof",
     ]
     assert (found["model"], found["device"], found["output"]) == (model, "cpu", "fox.png")

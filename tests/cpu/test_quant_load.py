@@ -312,7 +312,9 @@ def test_generate_takes_the_folder(exports: Path, tmp_path: Path, monkeypatch: p
             folder = exports / model / recipe
             done = CliRunner().invoke(main, ["generate", str(folder), "--prove", "-o", f"{model}{recipe}.png", *quick])
             assert done.exit_code == 0, done.output
-            assert json.loads(done.stdout)["proof"]["equal"]
+            found = json.loads(done.stdout)
+            assert found["proof"]["equal"]
+            assert any(f"{recipe} weights" in note for note in found["notes"])
     done = CliRunner().invoke(main, ["generate", str(exports / QWEN / "FP8"), "-o", "x.png", *quick[:-1]])
     assert done.exit_code == 0, done.output
     assert (
@@ -353,6 +355,15 @@ def test_lora_works_beside_quantised_weights_and_is_not_fused_into_them(exports:
         transformer.fuse_lora()
     transformer.unload_lora()
     assert all(torch.equal(value, before[name]) for name, value in transformer.state_dict().items())
+    check_same_bits(latents(pipeline), wanted)
+
+
+def test_projections_that_diffusers_fuses_are_left_alone(exports: Path) -> None:
+    """``fuse_qkv_projections`` makes linears out of the bytes, which the processors of these families never call."""
+    pipeline = pipeline_of(exports, QWEN, "FP8")
+    wanted = latents(pipeline)
+    with torch.no_grad():
+        pipeline.transformer.fuse_qkv_projections()
     check_same_bits(latents(pipeline), wanted)
 
 
