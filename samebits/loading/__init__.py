@@ -189,6 +189,9 @@ def _load_folder(folder: Path, source: Source, dtype: torch.dtype, look: Callabl
     configs.check(folder, classes, _explained)
     home = folder / "tokenizer"
     tokenizer = _explained(home, lambda: classes["tokenizer"].from_pretrained(home, local_files_only=True))
+    if tokenizer.pad_token is None:
+        problem = "'pad_token' is null or missing, and the pipeline fills prompts up with it"
+        raise CheckpointError(path=str(home / "tokenizer_config.json"), problem=problem)
     if source.pipeline == "ZImagePipeline":
         _check_chat_template(tokenizer, home)
     cls = getattr(diffusers, source.pipeline)

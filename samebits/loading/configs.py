@@ -163,7 +163,10 @@ def arguments_of(cls: Any) -> dict[str, Kind]:
     return found
 
 
-_TOKEN = any_of(TEXT, OBJECT, NOTHING)
+_TOKEN = any_of(
+    *(TEXT, NOTHING),
+    Kind("an object with a 'content'", "objects with a 'content'", lambda v: isinstance(v, dict) and "content" in v),
+)
 _SIDE = _choice(("left", "right"))
 _TOKENIZER: Mapping[str, Kind] = {
     "add_prefix_space": any_of(SWITCH, NOTHING),
@@ -186,9 +189,10 @@ _TOKENIZER: Mapping[str, Kind] = {
 _HEAD: Mapping[str, Kind] = {"_class_name": TEXT, "_diffusers_version": TEXT}
 _READ_BY_PIPELINES: Mapping[str, Kind] = {
     **dict.fromkeys(("base_image_seq_len", "max_image_seq_len"), INTEGER),
-    **dict.fromkeys(("base_shift", "max_shift"), NUMBER),
+    **dict.fromkeys(("base_shift", "max_shift", "scaling_factor", "shift_factor"), NUMBER),
+    "siglip_feat_dim": any_of(INTEGER, NOTHING),
 }
-"""What a pipeline calculates with, though the scheduler itself could do without."""
+"""What a pipeline calculates with, though the component itself could do without, and what no annotation says."""
 _ROPE: Mapping[str, Kind] = {
     "factor": NUMBER,
     "mrope_section": list_of(INTEGER),
@@ -230,6 +234,7 @@ def check(folder: Path, classes: Mapping[str, Any], explained: Callable[[Path, C
 
 
 def _check_encoder(path: Path, cls: Any, explained: Callable[[Path, Callable[[], Any]], Any]) -> None:
+    check_values(path, read_json(path), {"model_type": TEXT})
     config = explained(path, lambda: cls.from_pretrained(path.parent, local_files_only=True))
     parts = {"": config, **{name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}}
     for name, part in parts.items():

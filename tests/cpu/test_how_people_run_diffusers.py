@@ -252,7 +252,7 @@ def test_lora_comes_changes_and_goes(build: tuple[Any, Any]) -> None:
             assert same_bits(expected, untouched) == (name in {"scale 0", "disable"}), name
         before = fused_calls(handle)
         run(model, inputs)
-        assert fused_calls(handle) - before >= 20
+        assert fused_calls(handle) - before >= 18  # the first lines of a block run with the last of the one before
     check_same_bits(run(model, inputs), run(plain, inputs))
 
 
