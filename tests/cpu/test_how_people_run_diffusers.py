@@ -65,7 +65,7 @@ def test_every_latent_of_a_sampler_is_equal() -> None:
     gate = KernelGate()
     with apply(model, gate=gate) as handle:
         check_same_bits(sample(model, 28), expected)
-        assert fused_calls(handle) > 27 * 20
+        assert fused_calls(handle) > 27 * 18  # of 22 sites, four run with others
         assert {row.reasons.get("compared with eager at this call", 0) for row in handle.report().rows} <= {0, 1}
         gate.spoil = lambda name, outputs: one_ulp_up(outputs[0], 0)
         assert not same_bits(sample(model, 28), expected)
