@@ -245,7 +245,7 @@ def gated_residual_rms_norm(
     tanh: Unary = c_tanh,
     rows: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """``x + gate * RMSNorm(y)`` of ``(B, S, D)``; with ``weight`` also :func:`scaled_norm` of it; tanh of more gates."""
+    """``x + gate * RMSNorm(y)`` of ``(B, S, D)``; with ``weight`` also :func:`scaled_norm` of it; gates opened."""
     branch = decode(_diffusers_rms_norm(y, y_weight, eps, rsqrt, rows))
     with np.errstate(all="ignore"):
         if gate is not None:
