@@ -84,6 +84,17 @@ template <class E, int N> __device__ __forceinline__ Vector<E, N> load(const E* 
   return v;
 }
 
+// The compiler likes to keep elements widened in registers from one use of them to the next. Told to forget, it widens them again,
+// and the registers are free for what is on its way from memory.
+template <class E, int N> __device__ __forceinline__ void forget_widened(Vector<E, N>& v) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(E) == 2) {
+#pragma unroll
+    for (int k = 0; k < N / 2; k++) asm volatile("" : "+r"(reinterpret_cast<unsigned&>(v.pair[k])));
+  }
+#endif
+}
+
 // To global memory. Left to itself the compiler may split a store into words; the intrinsic is one instruction.
 template <class E, int N> __device__ __forceinline__ void store(E* p, Vector<E, N> v) {
 #ifdef __CUDA_ARCH__

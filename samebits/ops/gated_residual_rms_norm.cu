@@ -18,19 +18,23 @@ using Element = ELEMENT;
 #include "_quantize.cuh"
 #include "_row_sum.cuh"
 
-// grid (rows), block as _row_sum.cuh says, shared (WIDTH,) elements
+// grid (gate_blocks + rows), block as _row_sum.cuh says, shared (WIDTH,) elements
 extern "C" __global__ void __launch_bounds__(THREADS, SPLIT ? 16 : 1)
 gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict__ gate, const Element* __restrict__ y,
                         const Element* __restrict__ y_weight, const Element* __restrict__ weight,
                         const Element* __restrict__ scale, const Element* __restrict__ gate_msa,
                         const Element* __restrict__ gate_mlp, const float* __restrict__ input_scale,
                         Element* __restrict__ x_out, Result* __restrict__ z_out,
-                        Element* __restrict__ gate_msa_out, Element* __restrict__ gate_mlp_out, int tokens,
+                        Element* __restrict__ gate_msa_out, Element* __restrict__ gate_mlp_out, int rows, int tokens,
                         long long x_sample_stride, long long x_token_stride, long long y_sample_stride,
                         long long y_token_stride, long long gate_sample_stride, long long gate_token_stride,
-                        long long scale_sample_stride, long long scale_token_stride, int gate_rows,
-                        long long gate_msa_stride, long long gate_mlp_stride, float eps) {
+                        long long scale_sample_stride, long long scale_token_stride, int gate_blocks,
+                        int gate_rows, long long gate_msa_stride, long long gate_mlp_stride, float eps) {
   extern __shared__ uint4 shared[];
+  if (HAS_GATES && (int)blockIdx.x < gate_blocks) {
+    open_gates(Gates{gate_msa, gate_mlp, gate_msa_out, gate_mlp_out, gate_rows, gate_msa_stride, gate_mlp_stride}, blockIdx.x);
+    return;
+  }
   Element* row = reinterpret_cast<Element*>(shared);  // (WIDTH,): first y, then x'
   // From the last row to the first: what came last into the L2 is read first, and what the next kernel reads first comes in last.
   const int index = gridDim.x - 1 - blockIdx.x, sample = index / tokens, token = index - sample * tokens;
@@ -38,13 +42,8 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
   const Element* gate_row = gate + sample * gate_sample_stride + token * gate_token_stride;  // (WIDTH,)
   const long long out = (long long)index * WIDTH;
   const float factor = result_factor(input_scale);
-  begin_row(row, y + sample * y_sample_stride + token * y_token_stride);
-  if (HAS_GATES) {
-    open_gates(Gates{gate_msa, gate_mlp, gate_msa_out, gate_mlp_out, gate_rows, gate_msa_stride, gate_mlp_stride},
-               (long long)blockIdx.x * THREADS + thread_of_row(), (long long)gridDim.x * THREADS);
-  }
-  await_row();
-  float r = reciprocal_root_mean_square(row, gridDim.x, eps);
+  fetch_row(row, y + sample * y_sample_stride + token * y_token_stride);
+  float r = reciprocal_root_mean_square(row, rows, eps);
   __syncthreads();  // every thread has read what the next loop overwrites
 #pragma unroll
   for (int i = 0; i < steps(WIDE); i++) {
@@ -63,7 +62,7 @@ gated_residual_rms_norm(const Element* __restrict__ x, const Element* __restrict
   }
   if (!HAS_NEXT) return;
   __syncthreads();
-  r = reciprocal_root_mean_square(row, gridDim.x, eps);
+  r = reciprocal_root_mean_square(row, rows, eps);
 
   const Element* scale_row = scale + sample * scale_sample_stride + token * scale_token_stride;  // (WIDTH,)
 #pragma unroll

@@ -7,6 +7,7 @@ residual sum, and those of ``rms_norm_scale``. The means reproduce ATen's ``redu
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -134,11 +135,13 @@ def prepare(
     }
     if input_scale is not None:
         constants["QUANTIZED"] = 1
+    gates = rms_norm_scale.gate_scalars(gate_msa, gate_mlp, wide, math.prod(plan.block))
     gate_strides, scale_strides = rms_norm_scale.broadcast_strides(gate), rms_norm_scale.broadcast_strides(scale)
     bound = jit.compile(SOURCE, "gated_residual_rms_norm", constants, x.device).bind(
-        (rows, 1, 1),
+        (gates["gate_blocks"] + rows, 1, 1),
         plan.block,
         width * x.element_size(),
+        rows=rows,
         tokens=tokens,
         x_sample_stride=x.stride(0),
         x_token_stride=x.stride(1),
@@ -148,7 +151,7 @@ def prepare(
         gate_token_stride=gate_strides[1],
         scale_sample_stride=scale_strides[0],
         scale_token_stride=scale_strides[1],
-        **rms_norm_scale.gate_scalars(gate_msa, gate_mlp),
+        **gates,
         eps=float(eps),
     )
     device_index, empty_like = x.device.index or 0, torch.empty_like

@@ -42,6 +42,12 @@ layer_norm_modulate(const Element* __restrict__ x, const Element* __restrict__ s
     const bool has_more = next < tokens;
     if (AHEAD && has_more) load_row(ahead, first + next * x_token_stride);
     const Statistics statistics = layer_norm_statistics(v, eps, turn);
+    if (AHEAD) {
+#pragma unroll
+      for (int i = 0; i < STEPS + 1; i++) {
+        if (has_vector(i)) forget_widened(v[i]);
+      }
+    }
 
     const long long modulation = modulation_row(index, batch * index_batch_stride + token * index_token_stride);
     const Element* scale_row = scale + modulation * scale_stride;  // (WIDTH,)

@@ -19,32 +19,31 @@ using Element = ELEMENT;
 #include "_quantize.cuh"
 #include "_row_sum.cuh"
 
-// grid (rows), or with AHEAD as many as stay; block as _row_sum.cuh says; shared (WIDTH,) elements, with AHEAD (2, WIDTH)
+// grid (gate_blocks + rows), or with AHEAD as many as stay; block as _row_sum.cuh says; shared (WIDTH,) elements, with AHEAD (2, WIDTH)
 extern "C" __global__ void __launch_bounds__(THREADS, AHEAD ? AHEAD : 1)
 rms_norm_scale(const Element* __restrict__ x, const Element* __restrict__ weight, const Element* __restrict__ scale,
                const Element* __restrict__ gate_msa, const Element* __restrict__ gate_mlp,
                const float* __restrict__ input_scale, Result* __restrict__ y,
                Element* __restrict__ gate_msa_out, Element* __restrict__ gate_mlp_out, int rows, int tokens,
                long long x_sample_stride, long long x_token_stride, long long scale_sample_stride,
-               long long scale_token_stride, int gate_rows, long long gate_msa_stride, long long gate_mlp_stride, float eps) {
+               long long scale_token_stride, int gate_blocks, int gate_rows, long long gate_msa_stride,
+               long long gate_mlp_stride, float eps) {
   extern __shared__ uint4 shared[];
+  if (HAS_GATES && (int)blockIdx.x < gate_blocks) {
+    open_gates(Gates{gate_msa, gate_mlp, gate_msa_out, gate_mlp_out, gate_rows, gate_msa_stride, gate_mlp_stride}, blockIdx.x);
+    return;
+  }
   Element* row = reinterpret_cast<Element*>(shared);  // (WIDTH,)
   Element* row_ahead = row + WIDTH;                   // (WIDTH,), with AHEAD
   const float factor = result_factor(input_scale);
-  unsigned index = blockIdx.x;
+  unsigned index = blockIdx.x - (HAS_GATES ? gate_blocks : 0);
   unsigned sample = index / tokens, token = index - sample * tokens;
   begin_row(row, x + sample * x_sample_stride + token * x_token_stride);
-  // The last blocks have the fewest rows.
-  if (HAS_GATES) {
-    const long long block = gridDim.x - 1 - blockIdx.x;
-    open_gates(Gates{gate_msa, gate_mlp, gate_msa_out, gate_mlp_out, gate_rows, gate_msa_stride, gate_mlp_stride},
-               block * THREADS + thread_of_row(), (long long)gridDim.x * THREADS);
-  }
   while (true) {
     await_row();
     const Element* scale_row = scale + sample * scale_sample_stride + token * scale_token_stride;  // (WIDTH,)
     Result* out = y + (long long)index * WIDTH;                                                    // (WIDTH,)
-    index += gridDim.x;
+    index += gridDim.x - (HAS_GATES ? gate_blocks : 0);
     const bool has_more = AHEAD && index < (unsigned)rows;
     if (has_more) {
       sample = index / tokens, token = index - sample * tokens;

@@ -8,6 +8,7 @@ after the product with it. The mean follows ATen's ``reduce_kernel``, whose orde
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -146,9 +147,10 @@ def unsupported_gates(x: torch.Tensor, gate_msa: Maybe, gate_mlp: Maybe) -> str 
     return None
 
 
-def gate_scalars(gate_msa: Maybe, gate_mlp: Maybe) -> dict[str, int]:
-    """Return what a kernel must know of its gates besides their addresses."""
+def gate_scalars(gate_msa: Maybe, gate_mlp: Maybe, wide: int, threads: int) -> dict[str, int]:
+    """Return what a kernel must know of its gates besides their addresses; its blocks take a vector a thread."""
     return {
+        "gate_blocks": 0 if gate_msa is None else -(-2 * gate_msa.numel() // (wide * threads)),
         "gate_rows": 0 if gate_msa is None else gate_msa.shape[0],
         "gate_msa_stride": 0 if gate_msa is None else gate_msa.stride(0),
         "gate_mlp_stride": 0 if gate_mlp is None else gate_mlp.stride(0),
@@ -196,11 +198,12 @@ def prepare(
     # Blocks that stay only where the rows are short enough for all of them and there are more rows than blocks.
     row_bytes, blocks = width * x.element_size(), _BLOCKS * multiprocessors(x.device)
     stays = plan.columns * plan.groups == 32 and 2 * _BLOCKS * row_bytes <= _MOST_SHARED_BYTES and rows > blocks
+    gates = gate_scalars(gate_msa, gate_mlp, wide, math.prod(plan.block))
     constants["AHEAD"] = _BLOCKS if stays else 0
     if input_scale is not None:
         constants["QUANTIZED"] = 1
     bound = jit.compile(SOURCE, "rms_norm_scale", constants, x.device).bind(
-        (blocks if stays else rows, 1, 1),
+        (gates["gate_blocks"] + (blocks if stays else rows), 1, 1),
         plan.block,
         2 * row_bytes if stays else row_bytes,
         rows=rows,
@@ -209,7 +212,7 @@ def prepare(
         x_token_stride=token_stride,
         scale_sample_stride=scale_strides[0],
         scale_token_stride=scale_strides[1],
-        **gate_scalars(gate_msa, gate_mlp),
+        **gates,
         eps=float(eps),
     )
     device_index, empty_like = x.device.index or 0, torch.empty_like
@@ -313,7 +316,7 @@ _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES = (
     _case(4224, 3840, _BF16),
     _case(4224, 3840, _BF16, form="no-scale"),
-    _case(128, 3840, _BF16),
+    _case(128, 3840, _BF16, form="no-scale"),
     *(
         _case(rows, width, _BF16, form="no-scale")
         for rows in (1, 2, 3, 4, 7, 8, 15, 16, 17, 4096)
