@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from samebits.bench import evidence, pipelines, ratios
+from samebits.bench import evidence, pipelines, proofs, ratios
 from samebits.bench.evidence import Record, Row
 from samebits.bench.targets import Target
 from samebits.ops import OPS, Op
@@ -34,11 +35,14 @@ class Machine:
 
     folder: str
     records: Mapping[str, Record]
+    proof: Mapping[str, Any] | None = None
+    """What ``samebits prove`` found there."""
 
     @property
     def name(self) -> str:
         """The GPU and the torch release, for the column ``where``."""
-        environment = next(iter(self.records.values())).environment
+        records = (record.environment for record in self.records.values())
+        environment = next(records, self.proof["environment"] if self.proof else {})
         gpu = (environment.get("gpu") or {}).get("name", self.folder)
         torch = environment.get("torch")
         version = torch.get("version") if isinstance(torch, Mapping) else torch
@@ -55,9 +59,11 @@ def machines(folder: Path) -> list[Machine]:
     """
     found = []
     for path in sorted(folder.glob("*/")):
-        records = {file.stem: evidence.read(file) for file in sorted(path.glob("*.json"))}
-        if records:
-            found.append(Machine(path.name, records))
+        files = {file.stem: file for file in sorted(path.glob("*.json"))}
+        proof = files.pop(proofs.KIND, None)
+        records = {name: evidence.read(file) for name, file in files.items()}
+        if records or proof is not None:
+            found.append(Machine(path.name, records, None if proof is None else proofs.read(proof)))
     return found
 
 
@@ -182,6 +188,26 @@ def _with_targets(
     return "\n".join(parts) or "Not yet measured with this source.\n"
 
 
+def proof_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
+    """What was proved on every machine, op by op, the controls, and every step that was only sampled."""
+    parts = []
+    for machine in found:
+        proof = machine.proof
+        lines = [] if proof is None else proofs.table_lines(proof, ops)
+        if proof is None or not lines:
+            continue
+        controls = proof["controls"]
+        parts.append(
+            f"{machine.name}, by `{proof['command']}` in {proof['seconds']:.0f} s; wrong kernels caught: "
+            f"{controls['caught']} of {controls['planted']}.\n\n{markdown(proofs.HEADS, lines)}"
+        )
+        sampled = proofs.sampled_lines(proof, ops)
+        if sampled:
+            heads = ("step that is only sampled", "dtype", "domain", "results compared")
+            parts.append(f"Too many inputs for all of them:\n\n{markdown(heads, sampled)}")
+    return "\n".join(parts) or "Not yet proved with this source.\n"
+
+
 def op_table(found: Sequence[Machine], op: Op) -> str:
     """The measured section of one op's page: what was timed, what was compared only, and the command, by machine."""
     parts = []
@@ -220,9 +246,13 @@ def render(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
     return BLOCK.sub(lambda m: f"{m[1]}\n{tables[m['name']]()}\n{m[3]}", text)
 
 
+def _with_blocks(docs: Path) -> list[Path]:
+    return [page for name in ("performance.md", "prove.md") if (page := docs / name).exists()]
+
+
 def pages(root: Path = ROOT) -> list[Path]:
     """The files that hold measured blocks."""
-    return [root / "README.md", *sorted((root / "docs" / "ops").glob("*.md")), *(root / "docs").glob("performance.md")]
+    return [root / "README.md", *sorted((root / "docs" / "ops").glob("*.md")), *_with_blocks(root / "docs")]
 
 
 def update(root: Path = ROOT, ops: Sequence[Op] = OPS, *, write: bool = True) -> list[Path]:
@@ -232,6 +262,7 @@ def update(root: Path = ROOT, ops: Sequence[Op] = OPS, *, write: bool = True) ->
         "readme": partial(readme_table, found, ops),
         "models": partial(models_table, found, ops),
         "pipeline": partial(pipeline_table, found, ops),
+        "prove": partial(proof_table, found, ops),
     }
     for op in ops:
         tables[op.name] = partial(op_table, found, op)

@@ -1,4 +1,4 @@
-"""``samebits prove``: every rounding step on every input, every sum's tree, rows by the million, and wrong kernels caught."""
+"""``samebits prove``: rounding steps on every input, trees of sums, rows by the million, wrong kernels caught."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def _parse_shapes(context: click.Context, parameter: click.Parameter, value: tup
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for prove.json and prove.html. [default: for a full proof of all ops on a GPU evidence/<name of the GPU> of this checkout, else they are not written]",
+    help="Folder for prove.json and prove.html. [default: evidence/<name of the GPU> of this checkout for a full proof "
+    "of all ops on a GPU; else they are not written]",
 )
 @click.option("--commit", help="The commit this source was copied from, where there is no git history.")
 def prove(
@@ -55,8 +56,9 @@ def prove(
 ) -> None:
     """Prove OPs (default: all) on the GPU at hand against its own eager.
 
-    Every rounding step runs on every input, sums are compared by their trees, whole calls on adversarial and random rows,
-    and kernels made wrong on purpose must be caught. Without a GPU the machinery runs on a part and says what that shows.
+    Every rounding step runs on every input, sums are compared by their trees, whole calls on adversarial and
+    random rows, and kernels made wrong on purpose must be caught. Without a GPU the machinery runs on a part and says
+    what that shows.
 
     Exit code 0: all equal and every control caught. 1: not. 2: usage.
     """
@@ -199,7 +201,8 @@ def _show(proof: Any) -> None:
         if verdict.caught is False:
             console.print(f"NOT CAUGHT {verdict.name}: {verdict.seen}")
     console.print(
-        f"\n{proof.distinct:,} results and rows compared in {proof.seconds:.0f} s; controls caught: {proof.caught} of {proof.planted}"
+        f"\n{proof.distinct:,} results and rows compared in {proof.seconds:.0f} s; "
+        f"controls caught: {proof.caught} of {proof.planted}"
     )
     console.print(proof.shows)
 

@@ -81,9 +81,9 @@ def domain_of(step: Step, dtype: torch.dtype, whole: bool) -> Domain:
     part = "" if whole else "a part of "
     if step.grid is not None:
         values, last = step.grid
-        first = 1 if whole else last - _PART_ROWS + 1
+        start = 1 if whole else last - _PART_ROWS + 1
         widths = f", {len(values)} widths" if len(values) > 1 else ""
-        return Domain(f"every count from {first:,} to {last:,}{widths}", whole)
+        return Domain(f"every count from {start:,} to {last:,}{widths}", whole)
     sixteen = all(kind.itemsize == 2 for kind in kinds)
     if outer == 0:
         return Domain("all 2^16 values" if sixteen else f"{part}all 2^32 fp32 values", sixteen or whole)
@@ -132,6 +132,11 @@ def _grid(step: Step, device: torch.device, whole: bool) -> Piece:
     return Piece((outer[:, None], inner[None]), len(values), inner.numel())
 
 
+def single_starts() -> range:
+    """Where the pieces of all 2^32 fp32 bit patterns start, as signed integers."""
+    return range(-(1 << 31), 1 << 31, _SINGLES_PIECE)
+
+
 def _singles(device: torch.device, whole: bool, generator: torch.Generator) -> Iterator[Piece]:
     if not whole:
         drawn = draw(_PART_SINGLES, FP32, device, generator)
@@ -142,7 +147,7 @@ def _singles(device: torch.device, whole: bool, generator: torch.Generator) -> I
         yield Piece((drawn[None],), 1, _PART_SINGLES)
         return
     integers = torch.arange(_SINGLES_PIECE, device=device, dtype=torch.int32)
-    for start in range(-(1 << 31), 1 << 31, _SINGLES_PIECE):
+    for start in single_starts():
         yield Piece(((integers + start).view(FP32)[None],), 1, _SINGLES_PIECE)
 
 

@@ -55,7 +55,7 @@ class Inputs:
         return torch.polar(torch.ones_like(angles), angles)
 
     def adversarial(self, number: int) -> None:
-        """Fill the rows with the patterns, the first with another one each time; each further tensor is shifted anew."""
+        """Fill the rows with the patterns, the first with another one each time; further tensors are shifted."""
         for at, tensor in enumerate(self._main):
             values.adversarial(tensor, (at + 1) * number, self.generator)
         self._fill_side()

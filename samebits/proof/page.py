@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a proof: what was run, every step, every control, a picture of each summation tree."""
+"""One self-contained HTML page of a proof: every step, every control, a picture of each summation tree."""
 
 from __future__ import annotations
 

@@ -149,8 +149,8 @@ class Probes:
 def _same_form(step: Step, ours: Tensor, expected: Tensor) -> None:
     if ours.dtype != expected.dtype or ours.shape != expected.shape:
         raise TypeError(
-            f"the step {step.name!r}: expected {expected.dtype} {tuple(expected.shape)} as ATen has it, got {ours.dtype} "
-            f"{tuple(ours.shape)} from the device code. Correct the step's `out`."
+            f"the step {step.name!r}: expected {expected.dtype} {tuple(expected.shape)} as ATen has it, got "
+            f"{ours.dtype} {tuple(ours.shape)} from the device code. Correct the step's `out`."
         )
 
 

@@ -7,17 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from samebits.ops import Op
-from samebits.proof import controls, record, rows
+from samebits.proof import controls, record, rows, wrong
+from samebits.proof.chains import STEPS
 from samebits.proof.domains import domain_of
-from samebits.proof.forms import FORMS
+from samebits.proof.forms import FORMS, Inputs
 from samebits.proof.probe import Outcome, Probes
 from samebits.proof.record import Proof, Row
 from samebits.proof.rows import Shape
-from samebits.proof.steps import STEPS, Step, Unit
+from samebits.proof.steps import Step, Unit
 from samebits.proof.workshop import Workshop
 
 ROWS, QUICK_ROWS = 100_000_000, 1_000_000
@@ -62,16 +64,19 @@ class Run:
         """Everything that is to be done."""
         yield from self._steps()
         for op in self.ops:
+            if op.name not in STEPS or op.name not in FORMS:
+                yield Task(op.name, partial(self._undeclared, op))
+                continue
             for dtype in dtypes_of(op):
                 yield from self._calls(op, dtype)
         yield Task("summation trees", self._trees)
-        for control in controls.CONTROLS:
-            yield Task(f"control: {control.name}", lambda control=control: self._control(control))
+        for control in wrong.CONTROLS:
+            yield Task(f"control: {control.name}", partial(self._control, control))
 
     def _steps(self) -> Iterator[Task]:
         units: dict[tuple[Unit, torch.dtype], dict[Step, list[str]]] = {}
         for op in self.ops:
-            for step in STEPS[op.name]:
+            for step in STEPS.get(op.name, ()):
                 for dtype in dtypes_of(op):
                     if dtype in step.dtypes and (self.whole or step.portable):
                         units.setdefault((step.unit, dtype), {}).setdefault(step, []).append(op.name)
@@ -95,6 +100,10 @@ class Run:
                     self._step(probes, step, dtype, names)
 
                 yield Task(f"{step.name}, {_short(dtype)}", run, probes if number == 0 else None)
+
+    def _undeclared(self, op: Op) -> None:
+        error = LookupError("chains.STEPS or forms.FORMS has no entry for this op")
+        self.rows.append(record.failed(op.name, dtypes_of(op)[0], "every step", "none", "none", error))
 
     def _step(self, probes: Callable[[], Probes], step: Step, dtype: torch.dtype, names: Sequence[str]) -> None:
         domain = domain_of(step, dtype, self.whole)
@@ -140,7 +149,7 @@ class Run:
             return rows.adversarial(op, form, dtype, shape, variant, self.device, draws)
 
         def warm() -> object:
-            return rows.Call(op, form.build(rows.Inputs(dtype, self.device), shape.rows, shape.width, variant))
+            return rows.Call(op, form.build(Inputs(dtype, self.device), shape.rows, shape.width, variant))
 
         yield self._task(op, dtype, "adversarial rows", _where(shape, variant), "adversarial", run, warm)
 
@@ -227,6 +236,8 @@ def prove(
             pool.shutdown(cancel_futures=True)
         run.close()
     seconds = time.perf_counter() - started
+    places = {op.name: number for number, op in enumerate(ops)}
+    run.rows.sort(key=lambda row: places[row["op"]])
     return Proof(run.rows, run.verdicts, run.pictures, seconds, run.whole, quick, run.distinct)
 
 

@@ -20,14 +20,14 @@ Row = dict[str, Any]
 
 KIND = "prove"
 ON_GPU = (
-    "Every result was compared as an integer with what eager computed on the same GPU in the same run: a proof for this "
-    "GPU, this driver and this build of torch, and for no other."
+    "Every result was compared as an integer with what eager computed on the same GPU in the same run: a proof for "
+    "this GPU, this driver and this build of torch, and for no other."
 )
 ON_CPU = (
-    "There is no GPU here. The kernels' own sources ran on the CPU behind a shim, on a part of each domain, against the CPU's "
-    "eager, and only steps that are IEEE arithmetic, whose bits every machine owes. That shows that the machinery works and "
-    "that these steps round where they should; it shows nothing about rsqrt, exp, tanh, the order of ATen's CUDA sums, or "
-    "NaN bits on a GPU."
+    "There is no GPU here. The kernels' own sources ran on the CPU behind a shim, on a part of each domain, against "
+    "the CPU's eager, and only steps that are IEEE arithmetic, whose bits every machine owes. That shows that the "
+    "machinery works and that these steps round where they should; it shows nothing about rsqrt, exp, tanh, the order "
+    "of ATen's CUDA sums, or NaN bits on a GPU."
 )
 
 

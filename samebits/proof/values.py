@@ -56,7 +56,7 @@ def _far(noise: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _telling(noise: Tensor, dtype: torch.dtype) -> Tensor:
-    """A few squares are 2^24 times the others: one of those is lost when it meets them alone, a group of them is not."""
+    """A few squares are 2^24 times the others: one of those is lost when it meets them, a group is not."""
     row = torch.where(noise > 0, 1.0, -1.0) * (noise.abs().clamp(max=1.0) + 1) / 32
     large = noise.abs() > noise.abs().topk(min(3, noise.shape[-1]), dim=-1).values[..., -1:] * 0.999999
     return torch.where(large, 128 + noise.abs(), row)

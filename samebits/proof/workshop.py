@@ -27,7 +27,7 @@ class Change(NamedTuple):
 
 
 class Workshop:
-    """The sources of all ops, copied when it is made, with ``changes`` applied. A context manager; leaving it deletes them.
+    """The sources of all ops, copied when it is made, with ``changes`` applied. A context manager.
 
     Raises
     ------

@@ -65,12 +65,13 @@ KNOWN_BY = {
         ("matplotlib", "bench"),
         ("msgspec", "certificate"),
         ("filelock", "certificate"),
+        ("jinja2", "proof"),
     )
 }
 WITHOUT_TORCH = frozenset({"errors", "settings", "certificate", "checkpoint"})
 
 # Only where an extra of pyproject.toml brings it: the file asks first whether it is there.
-OPTIONAL = {"bench/charts.py": "bench"}
+OPTIONAL = {"bench/charts.py": "bench", "proof/page.py": "prove"}
 
 # Not in pyproject.toml by name, but part of something that is.
 COMES_WITH = {"triton": "torch"}
