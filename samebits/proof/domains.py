@@ -17,7 +17,7 @@ _SINGLE_DRAWS = 1 << 15
 """Draws of an outer and of an inner fp32 operand: together 2^30 pairs."""
 _DRAWS = 1 << 15
 """Draws of the outer operands where there are several, or one of fp32."""
-_PART_OUTER, _PART_SINGLES, _PART_ROWS = 24, 1 << 17, 1 << 12
+_PART_OUTER, _PART_SINGLES, _PART_ROWS = 10, 1 << 15, 1 << 12
 """How much of a domain a CPU takes."""
 
 

@@ -130,11 +130,13 @@ class Run:
             yield self._task(op, dtype, name, domain, method, every)
         variants = form.variants_of(dtype)
         for variant in variants:
-            for shape in (*rows.adversarial_shapes(form, self.quick or not self.whole), *self.shapes):
+            for shape in (*rows.adversarial_shapes(form, self.quick, self.whole), *self.shapes):
                 yield from self._adversarial(op, dtype, variant, shape)
             target = (QUICK_ROWS if self.quick else ROWS) // len(variants)
             wide, narrow = Shape(*form.wide), Shape(*form.narrow)
             kinds = [(wide, target)] if wide == narrow else [(wide, WIDE_SHARE * target), (narrow, target)]
+            if not self.whole:
+                kinds = [(Shape(CPU_ROWS, narrow.width), CPU_ROWS)]
             # The narrow ones make up for the wide ones that the time did not allow.
             for shape, wanted in (*kinds, *((shape, target / 10) for shape in self.shapes)):
                 yield from self._random(op, dtype, variant, shape, int(wanted))
@@ -155,9 +157,7 @@ class Run:
 
     def _random(self, op: Op, dtype: torch.dtype, variant: str, shape: Shape, wanted: int) -> Iterator[Task]:
         form = FORMS[op.name]
-        if not self.whole:
-            shape, wanted = Shape(min(shape.rows, CPU_ROWS), min(shape.width, 512)), CPU_ROWS
-        elif shape in self.shapes and rows.fits(op, form, dtype, shape, variant, self.device) is not None:
+        if shape in self.shapes and rows.fits(op, form, dtype, shape, variant, self.device) is not None:
             return
         limit = QUICK_SECONDS if self.quick else SECONDS
 

@@ -20,7 +20,7 @@ from samebits.verify import poison
 ROW_COUNTS = (1, 2, 3, 4, 7, 8, 15, 16, 17)
 """Numbers of rows around which ATen takes another tree."""
 _OUTER_PIECE = 1 << 9
-_PART_OUTER = 12
+_PART_OUTER = 6
 _LOOK_EVERY = 16
 _MANY_ROWS = 256
 
@@ -168,9 +168,15 @@ def _again(op: Op, call: Call, inputs: Inputs, fill: Callable[[int], None], draw
     return "seen in one draw and not in 200 fresh ones"
 
 
-def adversarial_shapes(form: Form, quick: bool) -> Iterator[Shape]:
-    """The shapes at which adversarial rows are compared: many rows of both widths, and few of the wide one."""
+def adversarial_shapes(form: Form, quick: bool, whole: bool = True) -> Iterator[Shape]:
+    """The shapes at which adversarial rows are compared: many rows of both widths, and few of the wide one.
+
+    Not ``whole``: few rows of the narrow one, for a CPU.
+    """
     wide, narrow = form.wide, form.narrow
+    if not whole:
+        yield from (Shape(rows * (1 if form.tokens_only else HEADS), narrow[1]) for rows in (48, 5))
+        return
     many = _MANY_ROWS if form.tokens_only else _MANY_ROWS * HEADS
     yield Shape(many, wide[1])
     if narrow[1] != wide[1]:

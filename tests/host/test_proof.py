@@ -111,12 +111,13 @@ def test_the_time_limit_of_random_rows_is_kept_and_told() -> None:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few controls and one element type: every kernel more is a compilation more."""
     monkeypatch.setattr(wrong, "CONTROLS", FEW)
+    monkeypatch.setattr(prove, "dtypes_of", lambda op: [BF16])
 
 
 @pytest.mark.usefixtures("few")
 def test_a_whole_proof_its_record_and_its_page(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
     result = CliRunner().invoke(
         main, ["prove", "gated_residual", "--shape", "3x256", "--out", str(tmp_path), "--json", "--device", "cpu"]
     )
@@ -134,7 +135,6 @@ def test_a_whole_proof_its_record_and_its_page(tmp_path: Path) -> None:
     assert "There is no GPU here" in html
     assert "the clip loses NaN" in html
     assert "http" not in html.replace("http://www.w3.org", ""), "the page asks for nothing from elsewhere"
-    del told
 
 
 @pytest.mark.usefixtures("few")
@@ -146,6 +146,7 @@ def test_progress_counts_every_task() -> None:
     assert [done for _, done, _ in told] == list(range(total + 1))
 
 
+@pytest.mark.usefixtures("few")
 def test_a_control_that_is_not_caught_fails_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(wrong, "CONTROLS", (*FEW, HARMLESS))
     result = CliRunner().invoke(main, ["prove", "gated_residual", "--out", str(tmp_path), "--device", "cpu"])
