@@ -28,6 +28,7 @@ _KEYS: Mapping[str, type | tuple[type, ...]] = {
     "shows": str,
     "quick": bool,
     "seconds": (int, float),
+    "notes": list,
     "controls": dict,
     "ops": list,
 }

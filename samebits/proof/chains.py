@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samebits.ops._fma import fused_multiply_add
+from samebits.ops._quantize import FP8, LARGEST
 from samebits.proof.steps import ALL, FP32, HALVES, Step, Types, Unit
 
 _NUMERICS = Unit("_numerics.cuh")
@@ -312,6 +314,65 @@ ROTATE = (
     ),
 )
 
+_BIAS, _BIAS_FMA = (Unit("_bias.cuh", (("NATIVE_FMA", native),)) for native in (0, 1))
+
+
+def _biased(name: str, code: str, operands: str, aten: Callable[..., Tensor], unit: Unit = _BIAS) -> Step:
+    layout = "i" + "o" * (len(operands) - 1)
+    dtypes = HALVES if len(operands) == 2 else ALL
+    return Step(name, unit, f"biased_residual({code})", "E", operands, aten, layout, dtypes=dtypes)
+
+
+def _with_bias(t: Types, y: Tensor, h: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
+    return h + gate * (y + bias)
+
+
+def _with_bias_once(t: Types, y: Tensor, h: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
+    return fused_multiply_add(gate, y + bias, h)
+
+
+BIAS = (
+    _biased("round(y + bias)", f"{_MINUS_ZERO}, {_ONE}, a, b", "EE", lambda t, y, bias: y + bias),
+    _biased("round(h + b)", f"a, {_ONE}, b, {_MINUS_ZERO}", "EE", lambda t, h, b: h + b),
+    _biased("round(gate * b)", f"{_MINUS_ZERO}, a, b, {_MINUS_ZERO}", "EE", lambda t, gate, b: gate * b),
+    _biased("round(h + round(gate * round(y + bias)))", "b, c, a, d", "EEEE", _with_bias),
+    _biased("round(h + gate * round(y + bias)), once", "b, c, a, d", "EEEE", _with_bias_once, _BIAS_FMA),
+)
+
+# A product first: NaN then is the one that arithmetic makes, as in the chain.
+_QUANTIZE = Unit("_quantize.cuh", (("QUANTIZED", 1),))
+_BY_BITS = "e4m3_by_bits(__fmul_rn(widen(a).x, 1.0f)) | e4m3_by_bits(__fmul_rn(widen(a).y, 1.0f)) << 8"
+
+
+def _e4m3(value: Tensor) -> Tensor:
+    return value.clamp(-LARGEST, LARGEST).to(FP8)
+
+
+QUANTIZE = (
+    Step("1 / scale, fp32", _QUANTIZE, "result_factor(&a)", "f", "f", lambda t, a: a.reciprocal(), each=True),
+    Step("e4m3(a)", _QUANTIZE, "two_bytes(quantize(a, 1.0f))", "B", "E", lambda t, a: _e4m3(a.float() * 1.0)),
+    Step("e4m3(a), by bits", _QUANTIZE, f"two_bytes({_BY_BITS})", "B", "E", lambda t, a: _e4m3(a.float() * 1.0)),
+    Step(
+        "e4m3(a * s), s of 16 bits",
+        _QUANTIZE,
+        "two_bytes(quantize(a, widen(b).x))",
+        "B",
+        "EE",
+        lambda t, a, s: _e4m3(a.float() * s.float()),
+        "io",
+        dtypes=HALVES,
+    ),
+    Step(
+        "e4m3(a * s), fp32 s",
+        _QUANTIZE,
+        "two_bytes(quantize(a, b.x))",
+        "B",
+        "Ef",
+        lambda t, a, s: _e4m3(a.float() * s),
+        "io",
+    ),
+)
+
 STEPS: Mapping[str, tuple[Step, ...]] = {
     "layer_norm_modulate": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, *ROOT, COUNTS, *MODULATE),
     "gated_residual_norm_modulate": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, CLIP, *ROOT, COUNTS, *MODULATE),
@@ -322,5 +383,10 @@ STEPS: Mapping[str, tuple[Step, ...]] = {
     "qk_norm_rope": (*WIDEN, *ROUND, PRODUCT, *ROOT, MEAN_FACTOR, *HEADS, *ROTATE),
     "gelu_tanh": (*WIDEN, *ROUND, *GELU),
     "swiglu": (*WIDEN, *ROUND, PRODUCT, *SILU),
+    "bias_gated_residual": (PRODUCT, SUM, CLIP, *BIAS),
+    "bias_gated_residual_norm_modulate": (
+        *(*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, CLIP, *ROOT, COUNTS, *MODULATE, *BIAS),
+        *QUANTIZE,
+    ),
 }
 """By op: the steps of its chain. A step that several ops share is run once and recorded for each."""

@@ -27,6 +27,8 @@ ELSEWHERE: dict[str, str] = {
             "fetch_row",
             "modulation_row",
             "store_eight",
+            "store_quantized",
+            "store_result",
             "row",
             "place_of",
             "tensor_of",

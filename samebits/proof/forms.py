@@ -148,6 +148,21 @@ def _residual_modulate(inputs: Inputs, rows: int, width: int, variant: str) -> A
     return (*args, _index(inputs, rows)) if variant == "two rows" else args
 
 
+def _bias_residual(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
+    gate = inputs.side(2 if variant == "two rows" else 1, 3 * width).chunk(3, dim=-1)[2]
+    streams = inputs.rows(1, rows, width), gate, inputs.rows(1, rows, width), inputs.side(width)
+    args = (*streams, variant == "once", variant == "clip")
+    return (*args, _index(inputs, rows)) if variant == "two rows" else args
+
+
+def _bias_residual_modulate(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
+    shift, scale, gate = inputs.side(2 if variant == "two rows" else 1, 3 * width).chunk(3, dim=-1)
+    streams = inputs.rows(1, rows, width), gate, inputs.rows(1, rows, width), inputs.side(width)
+    index = _index(inputs, rows) if variant == "two rows" else None
+    input_scale = torch.full((), 0.0117, device=inputs.device) if variant == "quantised" else None
+    return (*streams, scale, shift, 1e-6, variant == "once", variant == "clip", index, input_scale)
+
+
 def _weight(inputs: Inputs, width: int, dtype: torch.dtype | None = None) -> Tensor:
     return inputs.side(width, mean=1.0, amplitude=0.1, dtype=dtype)
 
@@ -237,6 +252,14 @@ _SUMS = {
 }
 
 
+def _with_bias(every: Every) -> Every:
+    def build(outer: Tensor) -> Args:
+        h, gate, y, clip = every.build(outer)
+        return h, gate, y, torch.full_like(h[0, 0], -0.0), False, clip
+
+    return Every(build)
+
+
 def _before_norm(every: Every) -> Every:
     return Every(lambda outer: _with_norm(every.build(outer)))
 
@@ -254,6 +277,20 @@ FORMS: Mapping[str, Form] = {
     ),
     "gated_residual": Form(
         _residual, (4096, 3072), (65536, 128), {"": (), "two rows": (), "clip": ()}, every=_SUMS, portable=True
+    ),
+    "bias_gated_residual": Form(
+        _bias_residual,
+        (4096, 3072),
+        (65536, 128),
+        {"": (), "once": (), "two rows": (), "clip": ()},
+        every={name: _with_bias(every) for name, every in _SUMS.items()},
+        portable=True,
+    ),
+    "bias_gated_residual_norm_modulate": Form(
+        _bias_residual_modulate,
+        (4096, 3072),
+        (32768, 516),
+        {"": (), "once": (), "two rows": (), "clip": (), "quantised": ()},
     ),
     "rms_norm_scale": Form(_rms, (4224, 3840), (65536, 128), {"": (), "no scale": ()}),
     "gated_residual_rms_norm": Form(

@@ -12,11 +12,12 @@ from torch import Tensor
 from samebits import jit
 from samebits.bits import integer_view
 from samebits.ops._layout import CTYPES
+from samebits.ops._quantize import FP8
 from samebits.proof.domains import Piece, domain_of, pieces
 from samebits.proof.steps import FP32, Step, Unit
 
 _THREADS = 256
-_C_TYPES = {"E": "Element", "W": "Weight", "f": "float", "i": "int"}
+_C_TYPES = {"E": "Element", "W": "Weight", "f": "float", "i": "int", "B": "Byte"}
 _NAMES = "abcdefgh"
 
 
@@ -36,6 +37,10 @@ def source_text(unit: Unit, steps: Sequence[Step]) -> str:
         "using Element = ELEMENT;",
         "using Weight = WEIGHT;",
         "template <> struct PairOf<int> { using type = int2; };",
+        "using Byte = unsigned char;",
+        "struct TwoBytes { Byte x, y; };",
+        "template <> struct PairOf<Byte> { using type = TwoBytes; };",
+        "__device__ __forceinline__ TwoBytes two_bytes(unsigned q) { return TwoBytes{Byte(q & 255u), Byte(q >> 8)}; }",
         f'#include "{unit.source}"',
     ]
     return "\n".join([*lines, *(_kernel(number, step) for number, step in enumerate(steps))]) + "\n"
@@ -46,7 +51,9 @@ def _kernel(number: int, step: Step) -> str:
     types = [_C_TYPES[letter] for letter in step.operands]
     out = _C_TYPES[step.out]
     # The types as the compiler's macros spell them: a parameter list is read from this text.
-    spelled = [{"Element": "ELEMENT", "Weight": "WEIGHT"}.get(name, name) for name in (*types, out)]
+    spelled = [
+        {"Element": "ELEMENT", "Weight": "WEIGHT", "Byte": "unsigned char"}.get(name, name) for name in (*types, out)
+    ]
     parameters = ", ".join(f"const {name}* p{at}" for at, name in enumerate(spelled[:-1]))
 
     def take(at: int, index: str) -> str:
@@ -94,7 +101,7 @@ class Probes:
     def ours(self, step: Step, piece: Piece, place: int) -> Tensor:
         """The device code's results on one piece, ``(O, I)``, or ``(O, I, parts)``."""
         kernel = self._kernels[self.steps.index(step)]
-        known = {"E": self._types.element, "W": self._types.weight, "f": FP32}
+        known = {"E": self._types.element, "W": self._types.weight, "f": FP32, "B": FP8}
         shape = (piece.outer, piece.inner) + ((step.parts,) if step.parts > 1 else ())
         out = torch.empty(shape, dtype=known[step.out], device=self.device)
         count = piece.outer * piece.inner
@@ -157,7 +164,12 @@ def _same_form(step: Step, ours: Tensor, expected: Tensor) -> None:
 def _unequal(ours: Tensor, expected: Tensor) -> Tensor:
     """Where bits differ. A CPU writes other NaNs than a GPU; there any NaN equals any other."""
     unequal = integer_view(ours) != integer_view(expected)
-    return unequal if ours.is_cuda else unequal & ~(ours.isnan() & expected.isnan())
+    return unequal if ours.is_cuda else unequal & ~(is_nan(ours) & is_nan(expected))
+
+
+def is_nan(tensor: Tensor) -> Tensor:
+    """Where a tensor is NaN; an eight-bit type has no test of its own."""
+    return (tensor.float() if tensor.itemsize == 1 else tensor).isnan()
 
 
 def _bits(tensor: Tensor, at: int) -> str:
@@ -166,7 +178,7 @@ def _bits(tensor: Tensor, at: int) -> str:
         return str(int(value))
     digits = value.element_size() * 2
     pattern = int(integer_view(value.reshape(1)).item()) & ((1 << 4 * digits) - 1)
-    return f"{value.item():g} (0x{pattern:0{digits}x})"
+    return f"{value.float().item():g} (0x{pattern:0{digits}x})"
 
 
 def method_of(step: Step, dtype: torch.dtype, whole: bool) -> tuple[str, str]:

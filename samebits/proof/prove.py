@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from samebits.ops import Op
-from samebits.proof import controls, record, rows, wrong
+from samebits.proof import controls, record, rows, trees, wrong
 from samebits.proof.chains import STEPS
 from samebits.proof.domains import domain_of
 from samebits.proof.forms import FORMS, Inputs
@@ -53,6 +53,8 @@ class Run:
         self.rows: list[Row] = []
         self.verdicts: list[controls.Verdict] = []
         self.pictures: list[tuple[str, str]] = []
+        self.notes: list[str] = []
+        self.say: Callable[[str], None] = lambda text: None
         self.distinct = 0
         self._probes: dict[tuple[Unit, torch.dtype], Probes] = {}
         self._workshop = Workshop()
@@ -194,7 +196,21 @@ class Run:
             self.verdicts.append(controls.Verdict(control.name, False, told))
 
     def _trees(self) -> None:
-        return
+        def say(text: str, done: int, total: int) -> None:
+            self.say(f"{text} ({done} of {total})")
+
+        try:
+            found = trees.prove_trees(self.ops, self.device, self.quick, say)
+        except Exception as error:
+            self.rows += [
+                record.failed(op.name, dtypes_of(op)[0], "summation trees", "none", "trees", error) for op in self.ops
+            ]
+            return
+        self.rows += found.rows
+        self.pictures += found.pictures
+        self.notes += found.notes
+        seen = {True: "the tree is another one, or a row differs", False: "nothing was seen"}
+        self.verdicts += [controls.Verdict(name, caught, seen[caught]) for name, caught in found.controls]
 
 
 def prove(
@@ -229,6 +245,7 @@ def prove(
                     pool.submit(_quietly, task.warm)
             for number, task in enumerate(tasks):
                 progress(task.name, number, len(tasks))
+                run.say = partial(_within, progress, number, len(tasks))
                 task.run()
             progress("done", len(tasks), len(tasks))
     finally:
@@ -238,7 +255,12 @@ def prove(
     seconds = time.perf_counter() - started
     places = {op.name: number for number, op in enumerate(ops)}
     run.rows.sort(key=lambda row: places[row["op"]])
-    return Proof(run.rows, run.verdicts, run.pictures, seconds, run.whole, quick, run.distinct)
+    return Proof(run.rows, run.verdicts, run.pictures, seconds, run.whole, quick, run.distinct, tuple(run.notes))
+
+
+def _within(progress: Progress, done: int, total: int, text: str) -> None:
+    """Tell what a task is at, while the count of tasks stays."""
+    progress(text, done, total)
 
 
 def _quietly(warm: Callable[[], object]) -> None:

@@ -66,6 +66,8 @@ class Proof:
     quick : bool
     distinct : int
         Results and rows compared, a step that several ops share counted once.
+    notes : sequence of str
+        What was seen and is not claimed.
     """
 
     rows: Sequence[Row]
@@ -75,6 +77,7 @@ class Proof:
     on_gpu: bool
     quick: bool
     distinct: int
+    notes: Sequence[str] = ()
 
     @property
     def planted(self) -> int:
@@ -105,6 +108,7 @@ class Proof:
             "shows": self.shows,
             "quick": self.quick,
             "seconds": round(self.seconds, 1),
+            "notes": list(self.notes),
             "controls": {
                 "caught": self.caught,
                 "planted": self.planted,

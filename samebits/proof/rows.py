@@ -14,7 +14,7 @@ from samebits.ops import Args, Op, Outputs
 from samebits.ops._op import Launcher
 from samebits.proof.domains import EVERY_16, every_16
 from samebits.proof.forms import HEADS, Form, Inputs
-from samebits.proof.probe import Outcome
+from samebits.proof.probe import Outcome, is_nan
 from samebits.verify import poison
 
 ROW_COUNTS = (1, 2, 3, 4, 7, 8, 15, 16, 17)
@@ -74,14 +74,14 @@ class Call:
 
 def _one_nan(tensor: Tensor) -> Tensor:
     """A CPU writes other NaNs than a GPU; there any NaN equals any other."""
-    return tensor if tensor.is_cuda else tensor.masked_fill(tensor.isnan(), torch.nan)
+    return tensor if tensor.is_cuda or tensor.itemsize == 1 else tensor.masked_fill(tensor.isnan(), torch.nan)
 
 
 def _unequal(ours: Tensor, eager: Tensor) -> Tensor:
     """How many elements differ, ``()`` int64. Where words of eight bytes are equal, so are the elements in them."""
     one, other = bits.integer_view(ours), bits.integer_view(eager)
     if not ours.is_cuda:
-        return ((one != other) & ~(ours.isnan() & eager.isnan())).sum()
+        return ((one != other) & ~(is_nan(ours) & is_nan(eager))).sum()
     if one.numel() * one.element_size() % 8 == 0 and ours.data_ptr() % 8 == 0 and eager.data_ptr() % 8 == 0:
         one, other = one.view(-1).view(torch.int64), other.view(-1).view(torch.int64)
     return (one != other).sum()

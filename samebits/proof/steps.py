@@ -63,7 +63,7 @@ class Step:
         A C++ expression in ``a``, ``b``, ...: the operands in pairs of neighbours (``Pair<Element>``, ``float2``),
         or one by one where ``each`` is set.
     out : str
-        The type of the result: ``E`` Element, ``W`` Weight, ``f`` float.
+        The type of the result: ``E`` Element, ``W`` Weight, ``f`` float, ``B`` the byte of an e4m3.
     operands : str
         A letter for each operand: the same, and ``i`` for int.
     aten : callable

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from samebits.proof.chains import CLIP, GELU, HEADS, MEAN_FACTOR, MODULATE, PRODUCT, ROOT, ROTATE, SILU
+from samebits.proof.chains import BIAS, CLIP, GELU, HEADS, MEAN_FACTOR, MODULATE, PRODUCT, QUANTIZE, ROOT, ROTATE, SILU
 from samebits.proof.controls import Control, Every, Rows, Steps
 from samebits.proof.rows import Shape
 from samebits.proof.steps import BF16, FP16, FP32, Step
@@ -116,7 +116,38 @@ CONTROLS = (
         "__fmul_rn(x, __frcp_rn(__fadd_rn(1.0f, expf(-x))))",
         Steps(SILU[:1], FP32),
     ),
+    _control(
+        "the native multiply-add rounds twice",
+        "_bias.cuh",
+        "(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) { return __hfma2(a, b, c); }",
+        "(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {\n"
+        "  const float2 x = widen(a), y = widen(b), z = widen(c);\n"
+        "  return round_pair<__nv_bfloat16>(__fmaf_rn(x.x, y.x, z.x), __fmaf_rn(x.y, y.y, z.y));\n}",
+        Steps(_named(BIAS, "once"), BF16),
+    ),
+    _control(
+        "the bias joins the product unrounded",
+        "_bias.cuh",
+        "else return sum(h, product(gate, b));",
+        "else return fused_multiply_add(gate, b, h);",
+        Steps(_named(BIAS, "round(h + round("), BF16),
+    ),
     # values at the edges
+    _control(
+        "e4m3 flushes its subnormals",
+        "_quantize.cuh",
+        "return e4m3_pair(__fmul_rn(f.x, reciprocal), __fmul_rn(f.y, reciprocal));",
+        "const float x = __fmul_rn(f.x, reciprocal), y = __fmul_rn(f.y, reciprocal);\n"
+        "  return e4m3_pair(fabsf(x) < 0x1p-6f ? __fmul_rn(x, 0.0f) : x, y);",
+        Steps(_named(QUANTIZE, "s of 16 bits"), BF16),
+    ),
+    _control(
+        "e4m3 rounds ties up",
+        "_quantize.cuh",
+        "((magnitude + 0x7ffffu + odd) >> 20)",
+        "((magnitude + 0x80000u) >> 20)",
+        Steps(_named(QUANTIZE, "by bits"), BF16),
+    ),
     _control(
         "no subnormal rescue in rsqrt",
         "_numerics.cuh",

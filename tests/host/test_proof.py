@@ -14,7 +14,7 @@ from kernel_runs import needs_compiler
 from samebits.bench import proofs
 from samebits.cli import main
 from samebits.ops import OPS, by_name
-from samebits.proof import controls, page, prove, rows, wrong
+from samebits.proof import controls, page, prove, rows, trees, wrong
 from samebits.proof.chains import CLIP, ONE_PLUS, PRODUCT, STEPS, SUM
 from samebits.proof.controls import Control, Steps
 from samebits.proof.forms import FORMS
@@ -114,6 +114,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few controls and one element type: every kernel more is a compilation more."""
     monkeypatch.setattr(wrong, "CONTROLS", FEW)
     monkeypatch.setattr(prove, "dtypes_of", lambda op: [BF16])
+    monkeypatch.setattr(trees, "prove_trees", lambda ops, device, quick, progress: trees.TreeProof())
 
 
 @pytest.mark.usefixtures("few")
@@ -135,6 +136,48 @@ def test_a_whole_proof_its_record_and_its_page(tmp_path: Path) -> None:
     assert "There is no GPU here" in html
     assert "the clip loses NaN" in html
     assert "http" not in html.replace("http://www.w3.org", ""), "the page asks for nothing from elsewhere"
+
+
+@pytest.mark.usefixtures("few")
+def test_trees_join_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {
+        "op": RESIDUAL.name,
+        "dtype": "float32",
+        "step": "mean",
+        "domain": "d",
+        "checked": 3,
+        "differ": 0,
+        "method": "m",
+    }
+
+    def found(ops: object, device: object, quick: bool, progress: prove.Progress) -> trees.TreeProof:
+        progress("a tree", 1, 2)
+        return trees.TreeProof([row], [], [("a tree", "<svg></svg>")], [("another order", caught)], ["a note"])
+
+    told: list[tuple[str, int, int]] = []
+    for caught in (True, False):
+        monkeypatch.setattr(trees, "prove_trees", found)
+        proof = prove.prove([RESIDUAL], CPU, progress=lambda *now: told.append(now))
+        assert row in proof.rows
+        assert (proof.planted, proof.caught) == (3, 2 + caught)
+        assert proof.good is caught
+        assert list(proof.notes) == ["a note"]
+        assert proof.pictures
+    assert any(text == "a tree (1 of 2)" for text, _, _ in told)
+    row["differ"] = 1
+    caught = True
+    assert not prove.prove([RESIDUAL], CPU).good
+
+
+@pytest.mark.usefixtures("few")
+def test_trees_that_fail_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no order was found")
+
+    monkeypatch.setattr(trees, "prove_trees", broken)
+    proof = prove.prove([RESIDUAL], CPU)
+    assert not proof.good
+    assert any("no order was found" in row.get("error", "") for row in proof.rows)
 
 
 @pytest.mark.usefixtures("few")
@@ -193,6 +236,7 @@ def test_the_page_escapes_what_it_is_told() -> None:
         "shows": "x < y",
         "quick": True,
         "seconds": 1.5,
+        "notes": ["seen only"],
         "controls": {"caught": 1, "planted": 2, "each": [{"name": "a", "caught": False, "seen": "<i>"}]},
         "ops": [
             {
