@@ -74,7 +74,7 @@ def _problem(row: Any) -> str | None:
 def table_lines(data: Mapping[str, Any], ops: Sequence[Op]) -> list[tuple[str, ...]]:
     """A line under ``HEADS`` for each op and element type whose source is still the one that was proved."""
     proved = data["source"].get("ops", {})
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for op in ops:
         rows = [row for row in data["ops"] if row["op"] == op.name]
         if not rows or proved.get(op.name) != op.source_hash:

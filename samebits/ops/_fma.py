@@ -32,7 +32,8 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     if dtype != torch.float32:
         # torch casts fp64 to a half by way of fp32, which would be a second rounding to nearest.
         odd = _odd_float32(odd)
-    return odd.float().to(dtype).contiguous()
+    # The subtraction changes no number; of a NaN it makes the one that arithmetic makes on the machine at hand.
+    return (odd.float() - 0.0).to(dtype).contiguous()
 
 
 def _error(a: Tensor, b: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ HEADS = 24
 """Heads of a token where rows are heads."""
 
 
+_FRESH_EVERY = 8
+"""After how many draws adversarial rows are made anew; in between they change places."""
+
+
 class Inputs:
     """Makes the tensors of one call and fills them anew for every draw.
 
@@ -35,6 +39,7 @@ class Inputs:
         self.dtype, self.device = dtype, device
         self.generator = torch.Generator(device).manual_seed(seed)
         self._main: list[Tensor] = []
+        self._base: list[Tensor] = []
         self._side: list[tuple[Tensor, float, float]] = []
 
     def rows(self, *shape: int) -> Tensor:
@@ -56,9 +61,12 @@ class Inputs:
 
     def adversarial(self, number: int) -> None:
         """Fill the rows with the patterns, the first with another one each time; further tensors are shifted."""
-        for at, tensor in enumerate(self._main):
-            values.adversarial(tensor, (at + 1) * number, self.generator)
-        self._fill_side()
+        if number % _FRESH_EVERY == 0:
+            self._base = [values.adversarial(tensor, self.generator) for tensor in self._main]
+            self._fill_side()
+        for at, (tensor, base) in enumerate(zip(self._main, self._base, strict=True)):
+            rows = tensor.view(-1, tensor.shape[-1])
+            rows.copy_(base.roll((at + 1) * number, 0)[: rows.shape[0]])
 
     def random(self, number: int) -> None:
         """Fill the rows with normal numbers of the amplitude that is due."""

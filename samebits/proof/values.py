@@ -115,19 +115,25 @@ PATTERNS: dict[str, _Pattern] = {
 }
 
 
-def adversarial(tensor: Tensor, shift: int, generator: torch.Generator) -> None:
-    """Fill the rows of a contiguous ``(..., D)`` tensor in place, row i with pattern ``i + shift``."""
-    rows = tensor.view(-1, tensor.shape[-1])
-    noise = torch.randn(rows.shape, generator=generator, device=tensor.device)
+def adversarial(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Rows for a ``(..., D)`` tensor, row i of pattern i, counted round: as many as it has, at least one of each.
+
+    Returns
+    -------
+    Tensor
+        ``(rows, D)`` of the tensor's type; the number of rows is a multiple of the number of patterns.
+    """
     patterns = list(PATTERNS.values())
+    width = like.shape[-1]
+    each = -(-like.numel() // width // len(patterns)) or 1
+    rows = torch.empty(each, len(patterns), width, dtype=like.dtype, device=like.device)
+    limit = torch.finfo(like.dtype).max
     for number, pattern in enumerate(patterns):
-        start = (number - shift) % len(patterns)
-        if start < rows.shape[0]:
-            mine = pattern(noise[start :: len(patterns)], tensor.dtype)
-            limit = torch.finfo(tensor.dtype).max
-            # Out of range is what the chain makes of its values, not what it is given.
-            mine = torch.where(mine.isfinite(), mine.clamp(-limit, limit), mine)
-            rows[start :: len(patterns)] = mine.to(tensor.dtype)
+        noise = torch.randn(each, width, generator=generator, device=like.device)
+        made = pattern(noise, like.dtype)
+        # Out of range is what the chain makes of its values, not what it is given.
+        rows[:, number] = torch.where(made.isfinite(), made.clamp(-limit, limit), made).to(like.dtype)
+    return rows.view(-1, width)
 
 
 def random(tensor: Tensor, number: int, generator: torch.Generator) -> None:

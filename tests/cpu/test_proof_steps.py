@@ -164,8 +164,7 @@ def test_every_form_is_taken_by_its_op(op: object) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_adversarial_rows_are_what_their_names_say(dtype: torch.dtype) -> None:
     names = list(values.PATTERNS)
-    tensor = torch.zeros(len(names), 512, dtype=dtype)
-    values.adversarial(tensor, 0, torch.Generator().manual_seed(1))
+    tensor = values.adversarial(torch.zeros(3, 512, dtype=dtype), torch.Generator().manual_seed(1))
     row = dict(zip(names, tensor.unbind(), strict=True))
     limits = torch.finfo(dtype)
     assert row["zero variance"].unique().numel() == 1
