@@ -71,6 +71,11 @@ GELU = (
     Step("tanh(a), fp32", _NUMERICS, "tanhf(a)", "f", "f", lambda t, a: torch.tanh(a), each=True, portable=False),
 )
 
+TANH = (
+    Step("round(tanh(a))", _NUMERICS, "tanh_of<Element>(a)", "E", "E", lambda t, a: a.tanh(), portable=False),
+    GELU[1],
+)
+
 
 def _root(eps: str, name: str, aten: Callable[..., Tensor]) -> Step:
     code = f"reciprocal_deviation(a, {eps})"
@@ -377,8 +382,8 @@ STEPS: Mapping[str, tuple[Step, ...]] = {
     "layer_norm_modulate": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, *ROOT, COUNTS, *MODULATE),
     "gated_residual_norm_modulate": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, CLIP, *ROOT, COUNTS, *MODULATE),
     "gated_residual": (PRODUCT, SUM, CLIP),
-    "rms_norm_scale": (*WIDEN, *ROUND, PRODUCT, *ROOT, MEAN_FACTOR, *RMS),
-    "gated_residual_rms_norm": (*WIDEN, *ROUND, PRODUCT, SUM, *ROOT, MEAN_FACTOR, *RMS),
+    "rms_norm_scale": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, *ROOT, MEAN_FACTOR, *RMS, *TANH),
+    "gated_residual_rms_norm": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, *ROOT, MEAN_FACTOR, *RMS, *TANH),
     "qk_norm": (*WIDEN, *ROUND, PRODUCT, *ROOT, MEAN_FACTOR, *HEADS),
     "qk_norm_rope": (*WIDEN, *ROUND, PRODUCT, *ROOT, MEAN_FACTOR, *HEADS, *ROTATE),
     "gelu_tanh": (*WIDEN, *ROUND, *GELU),

@@ -15,6 +15,11 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
         (
             "load",
+            "load_last",
+            "load_row",
+            "begin_row",
+            "await_row",
+            "open_gates",
             "store",
             "store_shared",
             "copy_async",

@@ -176,8 +176,14 @@ def _weight(inputs: Inputs, width: int, dtype: torch.dtype | None = None) -> Ten
 
 
 def _rms(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
-    scale = None if variant == "no scale" else inputs.side(1, 1, width, mean=1.0)
-    return inputs.rows(1, rows, width), _weight(inputs, width), scale, 1e-5
+    scale = None if variant == "no scale" else inputs.side(1, 1, width)
+    args = (inputs.rows(1, rows, width), _weight(inputs, width), scale, 1e-5)
+    return (*args, *_gates(inputs, width)) if variant == "gates" else args
+
+
+def _gates(inputs: Inputs, width: int) -> tuple[Tensor, Tensor]:
+    """The two gates of a block, before their tanh."""
+    return inputs.side(1, 1, width), inputs.side(1, 1, width, amplitude=4.0)
 
 
 def _residual_rms(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
@@ -188,7 +194,8 @@ def _residual_rms(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
     gate = inputs.side(1, 1, width, amplitude=0.5)
     if variant == "last":
         return x, gate, y, y_weight, None, None, 1e-5
-    return x, gate, y, y_weight, weight, inputs.side(1, 1, width, mean=1.0), 1e-5
+    args = (x, gate, y, y_weight, weight, inputs.side(1, 1, width), 1e-5)
+    return (*args, *_gates(inputs, width)) if variant == "gates" else args
 
 
 def _heads_of(rows: int) -> tuple[int, int]:
@@ -300,9 +307,9 @@ FORMS: Mapping[str, Form] = {
         (32768, 516),
         {"": (), "once": (), "two rows": (), "clip": (), "quantised": ()},
     ),
-    "rms_norm_scale": Form(_rms, (4224, 3840), (65536, 128), {"": (), "no scale": ()}),
+    "rms_norm_scale": Form(_rms, (4224, 3840), (65536, 128), {"": (), "no scale": (), "gates": ()}),
     "gated_residual_rms_norm": Form(
-        _residual_rms, (4224, 3840), (65536, 128), {"": (), "no modulation": (), "last": ()}
+        _residual_rms, (4224, 3840), (65536, 128), {"": (), "no modulation": (), "last": (), "gates": ()}
     ),
     "qk_norm": Form(
         _qk, (HEADS * 4096, 128), (HEADS * 4096, 128), {**_ALL_KINDS, "diffusers fp32-weight": HALVES}, False

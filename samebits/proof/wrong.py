@@ -59,6 +59,15 @@ CONTROLS = (
         Steps(_named(MODULATE, "round(n * round(1 + scale))"), BF16),
     ),
     _control(
+        "1 + scale is not rounded where it follows a norm",
+        "rms_norm_scale.cu",
+        "if (HAS_SCALE) o.pair[k] = product(o.pair[k], one_plus<Element>(s.pair[k]));",
+        "const float2 n = widen(o.pair[k]), g = widen(s.pair[k]);\n"
+        "        const float low = __fmul_rn(n.x, __fadd_rn(1.0f, g.x)), high = __fmul_rn(n.y, __fadd_rn(1.0f, g.y));\n"
+        "        if (HAS_SCALE) o.pair[k] = round_pair<Element>(low, high);",
+        Rows("rms_norm_scale", BF16, _WIDE),
+    ),
+    _control(
         "the cast before the weight is skipped",
         "_head_norm.cuh",
         "return product(round_pair<Weight>(__fmul_rn(x.x, r), __fmul_rn(x.y, r)), weight);",
@@ -209,7 +218,7 @@ CONTROLS = (
     _control(
         "the mean by a division",
         "_row_sum.cuh",
-        "__fmul_rn(sum_of_squares(row), mean_factor(gridDim.x, WIDTH))",
+        "__fmul_rn(sum_of_squares(row), mean_factor(rows, WIDTH))",
         "__fdiv_rn(sum_of_squares(row), (float)WIDTH)",
         _RMS_FP32,
     ),
@@ -260,6 +269,13 @@ CONTROLS = (
         _NORM_FP32,
     ),
     # memory
+    _control(
+        "the second gate is read where the first one lies",
+        "_gates.cuh",
+        "is_mlp ? gates.mlp + row * gates.mlp_stride :",
+        "is_mlp ? gates.msa + row * gates.msa_stride :",
+        Rows("rms_norm_scale", BF16, _WIDE, "gates"),
+    ),
     _control(
         "one ulp in one element",
         "gated_residual.cu",
