@@ -11,7 +11,8 @@ from samebits.errors import EvidenceError
 from samebits.ops import Op
 
 KIND = "prove"
-HEADS = ("op", "dtype", "steps on every input", "sampled or by rows", "random rows", "differ")
+HEADS = ("op", "dtype", "steps on every input", "steps sampled", "sums by their trees", "random rows", "differ")
+_OTHERS = ("exhaustive", "sampled", "adversarial", "random")
 COLUMNS: Mapping[str, type] = {
     "op": str,
     "dtype": str,
@@ -84,8 +85,10 @@ def table_lines(data: Mapping[str, Any], ops: Sequence[Op]) -> list[tuple[str, .
             every = sum(row["method"] == "exhaustive" for row in mine)
             random = sum(row["checked"] for row in mine if row["method"] == "random")
             wrong = [row for row in mine if row["differ"] or not row["checked"] or "error" in row]
+            sampled = sum(row["method"] == "sampled" for row in mine)
+            trees = sum(row["checked"] for row in mine if row["method"] not in _OTHERS)
             told = "none" if not wrong else "; ".join(f"{row['step']}, {row['domain']}" for row in wrong)
-            lines.append((f"`{op.name}`", dtype, f"{every}", f"{len(mine) - every}", f"{random:,}", told))
+            lines.append((f"`{op.name}`", dtype, f"{every}", f"{sampled}", f"{trees:,}", f"{random:,}", told))
     return lines
 
 
