@@ -379,15 +379,19 @@ QUANTIZE = (
 )
 
 STEPS: Mapping[str, tuple[Step, ...]] = {
-    "layer_norm_modulate": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, *ROOT, COUNTS, *MODULATE),
-    "gated_residual_norm_modulate": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, CLIP, *ROOT, COUNTS, *MODULATE),
+    "layer_norm_modulate": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, *ROOT, COUNTS, *MODULATE, *QUANTIZE),
+    "gated_residual_norm_modulate": (
+        *(*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, CLIP, *ROOT, COUNTS, *MODULATE),
+        *QUANTIZE,
+    ),
     "gated_residual": (PRODUCT, SUM, CLIP),
-    "rms_norm_scale": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, *ROOT, MEAN_FACTOR, *RMS, *TANH),
-    "gated_residual_rms_norm": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, *ROOT, MEAN_FACTOR, *RMS, *TANH),
+    "rms_norm_scale": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, *ROOT, MEAN_FACTOR, *RMS, *TANH, *QUANTIZE),
+    "gated_residual_rms_norm": (*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, *ROOT, MEAN_FACTOR, *RMS, *TANH, *QUANTIZE),
     "qk_norm": (*WIDEN, *ROUND, PRODUCT, *ROOT, MEAN_FACTOR, *HEADS),
     "qk_norm_rope": (*WIDEN, *ROUND, PRODUCT, *ROOT, MEAN_FACTOR, *HEADS, *ROTATE),
-    "gelu_tanh": (*WIDEN, *ROUND, *GELU),
-    "swiglu": (*WIDEN, *ROUND, PRODUCT, *SILU),
+    "gelu_tanh": (*WIDEN, *ROUND, *GELU, *QUANTIZE),
+    "swiglu": (*WIDEN, *ROUND, PRODUCT, *SILU, *QUANTIZE),
+    "quantize_fp8": (*WIDEN, *QUANTIZE),
     "bias_gated_residual": (PRODUCT, SUM, CLIP, *BIAS),
     "bias_gated_residual_norm_modulate": (
         *(*WIDEN, *ROUND, ONE_PLUS, PRODUCT, SUM, CLIP, *ROOT, COUNTS, *MODULATE, *BIAS),

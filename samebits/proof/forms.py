@@ -136,8 +136,14 @@ class Form:
 
 def _modulate(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
     x = inputs.rows(1, rows, width)
-    scale, shift = inputs.side(2 if variant else 1, 2 * width).chunk(2, dim=-1)
-    return (x, scale, shift, 1e-6, _index(inputs, rows)) if variant else (x, scale, shift, 1e-6)
+    scale, shift = inputs.side(2 if variant == "two rows" else 1, 2 * width).chunk(2, dim=-1)
+    index = _index(inputs, rows) if variant == "two rows" else None
+    return x, scale, shift, 1e-6, index, _input_scale(inputs, variant)
+
+
+def _input_scale(inputs: Inputs, variant: str) -> Tensor | None:
+    """The scale of a quantised result, no power of two."""
+    return torch.full((), 0.0117, device=inputs.device) if variant == "quantised" else None
 
 
 def _index(inputs: Inputs, rows: int) -> Tensor:
@@ -153,7 +159,8 @@ def _residual(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
 def _residual_modulate(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
     shift, scale, gate = inputs.side(2 if variant == "two rows" else 1, 3 * width).chunk(3, dim=-1)
     args = (inputs.rows(1, rows, width), gate, inputs.rows(1, rows, width), scale, shift, 1e-6, variant == "clip")
-    return (*args, _index(inputs, rows)) if variant == "two rows" else args
+    index = _index(inputs, rows) if variant == "two rows" else None
+    return (*args, index, _input_scale(inputs, variant))
 
 
 def _bias_residual(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
@@ -167,8 +174,8 @@ def _bias_residual_modulate(inputs: Inputs, rows: int, width: int, variant: str)
     shift, scale, gate = inputs.side(2 if variant == "two rows" else 1, 3 * width).chunk(3, dim=-1)
     streams = inputs.rows(1, rows, width), gate, inputs.rows(1, rows, width), inputs.side(width)
     index = _index(inputs, rows) if variant == "two rows" else None
-    input_scale = torch.full((), 0.0117, device=inputs.device) if variant == "quantised" else None
-    return (*streams, scale, shift, 1e-6, variant == "once", variant == "clip", index, input_scale)
+    flags = variant == "once", variant == "clip"
+    return (*streams, scale, shift, 1e-6, *flags, index, _input_scale(inputs, variant))
 
 
 def _weight(inputs: Inputs, width: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -178,11 +185,13 @@ def _weight(inputs: Inputs, width: int, dtype: torch.dtype | None = None) -> Ten
 def _rms(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
     scale = None if variant == "no scale" else inputs.side(1, 1, width)
     args = (inputs.rows(1, rows, width), _weight(inputs, width), scale, 1e-5)
-    return (*args, *_gates(inputs, width)) if variant == "gates" else args
+    return (*args, *_gates(inputs, width, variant), _input_scale(inputs, variant))
 
 
-def _gates(inputs: Inputs, width: int) -> tuple[Tensor, Tensor]:
-    """The two gates of a block, before their tanh."""
+def _gates(inputs: Inputs, width: int, variant: str) -> tuple[Tensor | None, Tensor | None]:
+    """The two gates of a block, before their tanh, where the variant has them."""
+    if variant != "gates":
+        return None, None
     return inputs.side(1, 1, width), inputs.side(1, 1, width, amplitude=4.0)
 
 
@@ -195,7 +204,7 @@ def _residual_rms(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
     if variant == "last":
         return x, gate, y, y_weight, None, None, 1e-5
     args = (x, gate, y, y_weight, weight, inputs.side(1, 1, width), 1e-5)
-    return (*args, *_gates(inputs, width)) if variant == "gates" else args
+    return (*args, *_gates(inputs, width, variant), _input_scale(inputs, variant))
 
 
 def _heads_of(rows: int) -> tuple[int, int]:
@@ -224,14 +233,18 @@ def _rope(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
 
 
 def _gelu(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
-    return (inputs.rows(1, rows, width),)
+    return inputs.rows(1, rows, width), _input_scale(inputs, variant)
+
+
+def _quantize(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
+    return inputs.rows(1, rows, width), _input_scale(inputs, "quantised")
 
 
 def _swiglu(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
     if variant == "packed":
         a, b = inputs.rows(1, rows, 2 * width).chunk(2, dim=-1)
         return a, b
-    return inputs.rows(1, rows, width), inputs.rows(1, rows, width)
+    return inputs.rows(1, rows, width), inputs.rows(1, rows, width), _input_scale(inputs, variant)
 
 
 # Calls that run through every pair: `outer` holds some values of one operand, the other takes all 65,536.
@@ -282,12 +295,12 @@ def _before_norm(every: Every) -> Every:
 _ALL_KINDS = {"diffusers": (), "native": HALVES, "torch": ()}
 
 FORMS: Mapping[str, Form] = {
-    "layer_norm_modulate": Form(_modulate, (4096, 3072), (32768, 516), {"": (), "two rows": ()}),
+    "layer_norm_modulate": Form(_modulate, (4096, 3072), (32768, 516), {"": (), "two rows": (), "quantised": ()}),
     "gated_residual_norm_modulate": Form(
         _residual_modulate,
         (4096, 3072),
         (32768, 516),
-        {"": (), "two rows": (), "clip": ()},
+        {"": (), "two rows": (), "clip": (), "quantised": ()},
         every={name: _before_norm(every) for name, every in _SUMS.items()},
     ),
     "gated_residual": Form(
@@ -307,9 +320,12 @@ FORMS: Mapping[str, Form] = {
         (32768, 516),
         {"": (), "once": (), "two rows": (), "clip": (), "quantised": ()},
     ),
-    "rms_norm_scale": Form(_rms, (4224, 3840), (65536, 128), {"": (), "no scale": (), "gates": ()}),
+    "rms_norm_scale": Form(_rms, (4224, 3840), (65536, 128), {"": (), "no scale": (), "gates": (), "quantised": ()}),
     "gated_residual_rms_norm": Form(
-        _residual_rms, (4224, 3840), (65536, 128), {"": (), "no modulation": (), "last": (), "gates": ()}
+        _residual_rms,
+        (4224, 3840),
+        (65536, 128),
+        {"": (), "no modulation": (), "last": (), "gates": (), "quantised": ()},
     ),
     "qk_norm": Form(
         _qk, (HEADS * 4096, 128), (HEADS * 4096, 128), {**_ALL_KINDS, "diffusers fp32-weight": HALVES}, False
@@ -321,6 +337,7 @@ FORMS: Mapping[str, Form] = {
         _gelu,
         (4096, 12288),
         (65536, 128),
+        {"": (), "quantised": ()},
         every={
             "round(gelu_tanh(x)), directly": Every(lambda outer: (every_16(outer.dtype, outer.device),), False),
             "round(gelu_tanh(x)), many at once": Every(
@@ -332,10 +349,25 @@ FORMS: Mapping[str, Form] = {
         _swiglu,
         (4224, 10240),
         (65536, 128),
-        {"": (), "packed": ()},
+        {"": (), "packed": (), "quantised": ()},
         every={
             "round(round(silu(a)) * b)": Every(lambda outer: tuple(part.view(-1, EVERY_16) for part in _grid(outer)))
         },
+    ),
+    "quantize_fp8": Form(
+        _quantize,
+        (4096, 3072),
+        (65536, 128),
+        every={
+            "e4m3(x * s)": Every(
+                lambda outer: (
+                    every_16(outer.dtype, outer.device).view(4, -1),
+                    torch.full((), 0.0117, device=outer.device),
+                ),
+                False,
+            )
+        },
+        portable=True,
     ),
 }
 """By op: how it is fed."""
