@@ -20,6 +20,7 @@ ELSEWHERE: dict[str, str] = {
             "begin_row",
             "await_row",
             "open_gates",
+            "forget_widened",
             "store",
             "store_shared",
             "copy_async",
