@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -17,6 +18,7 @@ from samebits.gate import CAPTURING, ELSEWHERE, RETRY, Gate, default_gate
 from samebits.graphs import MAX_GRAPHS, DenoiserGraphs, GraphRow
 from samebits.models import FAMILIES, Family, family_of, unwrapped
 from samebits.models._family import Line, Replacement
+from samebits.models._packed import free_cached_memory
 from samebits.ops import by_name
 from samebits.patch import Patch, find, obstacle
 from samebits.quant import how_linears_run
@@ -210,6 +212,12 @@ class Handle:
             patch = Patch(module, lambda original: replacement.write(module, original, lines), owner=self)
             self._patches.append((path, patch))
 
+    def _join_weights(self) -> None:
+        """Put the weights together that sites want in one memory; what lies there already stays where it is."""
+        moved = [join.take(line.site) for line in self.sites if line.site is not None for join in line.joins]
+        if any(moved):
+            free_cached_memory()
+
     def _place_graphs(self, name: str, model: nn.Module, gate: Gate, sites: tuple[Line, ...]) -> None:
         """Let CUDA graphs answer for the whole denoiser, under every hook that it carries."""
         graphs = DenoiserGraphs(
@@ -255,7 +263,7 @@ class Handle:
         if line.site is None:
             return Row(line.name, line.op, 0, 0, {line.why_eager or "": 0})
         counters = line.site.counters
-        reasons = dict(counters.reasons) | dict(line.declined)
+        reasons = dict(Counter(counters.reasons) + line.declined)
         eager = counters.eager + sum(line.declined.values())
         if not counters.fused and not eager:
             ahead = COMPILED if self._compiled[line]() else line.watch() if line.watch is not None else None
@@ -269,6 +277,9 @@ class Handle:
 
     def remove(self) -> None:
         """Put every forward back as it was and free all CUDA graphs. A second call does nothing.
+
+        Weights that were put side by side stay where they are, as a CUDA graph captured by somebody may read them:
+        the same parameters with the same values.
 
         Hooks that were there before stay; so do hooks that came later. Where a wrapper that samebits does not
         know still holds one of our forwards, that forward only passes on to the original from now on, and the
@@ -334,8 +345,10 @@ def apply(
 ) -> Handle:
     """Let samebits answer for the sites of a pipeline's denoisers, or of one denoiser.
 
-    Only these instances change, nothing of diffusers does; ``handle.remove()`` takes everything back. Applying
-    again to what is applied already, with the same options, returns the same handle; of ``with`` blocks inside one
+    Only these instances change, nothing of diffusers does; ``handle.remove()`` takes everything back. The weights of
+    query, key and value of every attention are moved into one memory each, once: a CUDA graph captured before must
+    be captured again, as after ``.to()``. Applying again to what is applied already, with the same options, joins
+    weights that were moved to the GPU since, and returns the same handle; of ``with`` blocks inside one
     another the outermost takes it off.
 
     Parameters
@@ -392,6 +405,7 @@ def _apply(found: list[tuple[str, nn.Module, Family]], options: dict[str, Any], 
     for handle in handles.values():
         same = {id(model) for model in handle.models} == {id(model) for model in models}
         if same and handle.options == options and handle.gate is gate:
+            handle._join_weights()  # they may have been moved to the GPU meanwhile
             return handle
         raise AlreadyAppliedError(options=", ".join(f"{name}={value}" for name, value in handle.options.items()))
     handle = Handle(models, options, gate)
@@ -401,6 +415,7 @@ def _apply(found: list[tuple[str, nn.Module, Family]], options: dict[str, Any], 
             handle._place(f"{name}." if len(found) > 1 else "", model, family, gate)
             if options["cuda_graphs"]:
                 handle._place_graphs(name, model, gate, handle.sites[before:])
+        handle._join_weights()
     except BaseException:
         handle.remove()
         raise

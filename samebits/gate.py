@@ -103,6 +103,7 @@ class Gate:
         self._probe = capture.default_probe() if probe is None else probe
         self._unavailable = _jit_unavailable if unavailable is None else unavailable
         self._unavailable_known: dict[tuple[torch.device, bool], str | None] = {}
+        self._warned: set[tuple[torch.device, bool]] = set()
         # Reentrant, because a signal handler that runs a model may interrupt the thread that holds it.
         self._lock = threading.RLock()
         self._tables: dict[tuple[int, bool], Table] = {}
@@ -167,6 +168,13 @@ class Gate:
     def withdrawn(self) -> int:
         """How often a verified signature was sent back, refused or found to fail. Older graphs are out of date."""
         return sum(table.withdrawn for table in list(self._tables.values()))
+
+    def unavailable(self, device: torch.device, host: bool) -> str | None:
+        """Say why no kernel can run on ``device``, or return ``None``. The answer is looked up once."""
+        where = (device, host)
+        if where not in self._unavailable_known:
+            self._unavailable_known[where] = self._unavailable(*where)
+        return self._unavailable_known[where]
 
     def verdicts(self) -> list[Verdict]:
         """Return what is known about every signature that is remembered."""
@@ -513,12 +521,12 @@ class Gate:
         reason = entry.signature.unfit
         if reason is not None:
             return reason
-        where = (entry.signature.devices[0], table.host)
-        if where not in self._unavailable_known:
-            reason = self._unavailable_known[where] = self._unavailable(*where)
-            if reason is not None:
-                _log.warning("samebits: everything on %s runs eager: %s", where[0], reason)
-        return self._unavailable_known[where] or table.op.unsupported(*args)
+        device = entry.signature.devices[0]
+        reason = self.unavailable(device, table.host)
+        if reason is not None and (device, table.host) not in self._warned:
+            self._warned.add((device, table.host))
+            _log.warning("samebits: everything on %s runs eager: %s", device, reason)
+        return reason or table.op.unsupported(*args)
 
     def _warn(self, table: Table, entry: Entry) -> None:
         _log.warning("samebits: op %s is eager for %s; %s", table.op.name, entry.signature, entry.reason)

@@ -100,6 +100,10 @@ class Site:
         """Whether a refused or failed signature raises here instead of running eager."""
         return self._gate.strict if self._strict is None else self._strict
 
+    def obstacle(self, device: torch.device) -> str | None:
+        """Say why no call on ``device`` would reach a kernel here, or return ``None``."""
+        return self._gate.stopped or self._gate.unavailable(device, self.host)
+
     def __call__(self, *args: Any) -> Outputs:
         """Return what the reference returns for ``args``, bit for bit.
 

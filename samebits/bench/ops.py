@@ -18,7 +18,7 @@ from samebits.bench.timing import copy_gb_per_s, device_us, host_us, sets_needed
 from samebits.ops._op import Case, Op
 
 
-def time_case(op: Op, case: Case, bench: Bench, copy_gb_s: float) -> dict[str, float]:
+def time_case(op: Op, case: Case, bench: Bench, copy_gb_s: float) -> dict[str, float | None]:
     """Device time of eager and of the kernel for one case, and the kernel's share of the copy bandwidth."""
     first = case.build(bench.device, 0)
     per_set = storage_bytes(first) + storage_bytes(op.allocate(*first))
@@ -38,7 +38,8 @@ def time_case(op: Op, case: Case, bench: Bench, copy_gb_s: float) -> dict[str, f
     return {
         "us_eager": round(taken["eager"], 3),
         "us_fused": round(taken["fused"], 3),
-        "copy_share": round(share, 4),
+        # A product or attention is bound by arithmetic: how many bytes it moves says nothing about it.
+        "copy_share": None if op.library else round(share, 4),
         "copy_gb_per_s": round(copy_gb_s, 1),
     }
 

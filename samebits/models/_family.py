@@ -23,6 +23,14 @@ from torch import nn
 Function = Callable[..., Any]
 
 
+class Join(Protocol):
+    """Weights that a site wants in one memory."""
+
+    def take(self, site: Any) -> bool:
+        """Put them there where nothing speaks against it, and say whether memory was moved."""
+        ...
+
+
 class Line:
     """One site of one model: the line of a forward for which an op stands.
 
@@ -39,9 +47,11 @@ class Line:
         Why ``site`` is ``None``.
     declined : Counter
         Calls that kept diffusers' own lines before the gate was asked, by reason.
+    joins : tuple of Join
+        What ``samebits.apply`` puts together for this site once every forward is in place.
     """
 
-    __slots__ = ("declined", "name", "op", "site", "watch", "why_eager")
+    __slots__ = ("declined", "joins", "name", "op", "site", "watch", "why_eager")
 
     def __init__(self, name: str, op: str, site: Any = None, why_eager: str | None = None) -> None:
         self.name = name
@@ -49,6 +59,7 @@ class Line:
         self.site = site
         self.why_eager = why_eager
         self.declined: Counter[str] = Counter()
+        self.joins: tuple[Join, ...] = ()
         self.watch: Callable[[], str | None] | None = None
         """Says why the next call would keep diffusers' own lines; for a report before the first call."""
 

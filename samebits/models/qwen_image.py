@@ -33,6 +33,7 @@ from samebits.models._norms import (
     why_not_processor,
     why_not_weights,
 )
+from samebits.models._packed import Projections, SideBySide
 from samebits.models._shared_silu import SharedSilu, is_silu_and_one_more
 
 Block = theirs.QwenImageTransformerBlock
@@ -252,7 +253,9 @@ _PROCESSOR_TAKES = {"encoder_hidden_states_mask", "image_rotary_emb"}
 
 
 def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -> Function:
-    (line,) = lines.values()
+    line = lines["qk"]
+    # The weights stay where they are: joined with those of query and key they are slower for the image's many rows.
+    join_values = Projections(lines["values"], SideBySide(attn, ("to_v",)), SideBySide(attn, ("add_v_proj",)))
     rope = theirs.apply_rotary_emb_qwen
 
     def why_not() -> str | None:
@@ -283,7 +286,9 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
             or not _are_two_tables(tables)
         ):
             # A part that the user set, or a call about which diffusers has something to say.
-            line.declined[why_not() or (NO_TABLE if known else OTHER_ARGUMENTS)] += 1
+            reason = why_not() or (NO_TABLE if known else OTHER_ARGUMENTS)
+            for part in lines.values():
+                part.declined[reason] += 1
             return original(
                 hidden_states, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask, **kwargs
             )
@@ -296,16 +301,18 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
         heads = (-1, attn.inner_dim // attn.heads)
         weights, eps = norms
         image_table, text_table = tables
-        query, key, value = line.site(
+        value = join_values(hidden_states, text)
+        apart = value is None
+        query, key, *joined = line.site(
             attn.to_q(hidden_states).unflatten(-1, heads),
             attn.to_k(hidden_states).unflatten(-1, heads),
-            attn.to_v(hidden_states).unflatten(-1, heads),
+            attn.to_v(hidden_states).unflatten(-1, heads) if apart else None,
             weights[0],
             weights[1],
             image_table,
             attn.add_q_proj(text).unflatten(-1, heads),
             attn.add_k_proj(text).unflatten(-1, heads),
-            attn.add_v_proj(text).unflatten(-1, heads),
+            attn.add_v_proj(text).unflatten(-1, heads) if apart else None,
             weights[2],
             weights[3],
             text_table,
@@ -315,7 +322,7 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
         joint = theirs.dispatch_attention_fn(
             query,
             key,
-            value,
+            joined[0] if value is None else torch.unflatten(value, -1, heads),
             attn_mask=attention_mask,
             dropout_p=0.0,
             is_causal=False,
@@ -330,6 +337,7 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
         return img_output, attn.to_add_out(joint[:, :tokens, :].contiguous())
 
     line.watch = why_not
+    lines["values"].watch = lambda: why_not() or join_values.why_not()
     return forward
 
 
@@ -382,7 +390,7 @@ ATTENTION = Replacement(
         source(theirs, "apply_rotary_emb_qwen", "62c3cf93c5e4d4eb7814a163cf8cf1ead83dbc09bf099a0776a0f9ceea8682a4"),
         RMS_NORM_SOURCE,
     ),
-    sites=(("qk", "qk_norm_rope"),),
+    sites=(("values", "joint_projection"), ("qk", "qk_norm_rope")),
     write=_write_attention,
 )
 

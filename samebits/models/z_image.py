@@ -7,6 +7,7 @@ maps every replaced line.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from samebits import capture
 from samebits.models._ahead import LookAhead, may_run_early
+from samebits.models._attention import Attention as Attend
 from samebits.models._family import Family, Function, Line, Replacement, source, unwrapped
 from samebits.models._norms import (
     ATTENTION_SOURCE,
@@ -31,6 +33,7 @@ from samebits.models._norms import (
     why_not_rms_norm,
     why_not_weights,
 )
+from samebits.models._packed import Projections, SideBySide
 
 Block = theirs.ZImageTransformerBlock
 Processor = theirs.ZSingleStreamAttnProcessor
@@ -229,8 +232,12 @@ def _closed_up(table: Any) -> Any:
     return table[0].unsqueeze(0) if samples == 1 else table.contiguous()
 
 
-def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -> Function:
-    (line,) = lines.values()
+def _write_attention(
+    around: tuple[nn.Module, ...], attn: Any, original: Function, lines: Mapping[str, Line]
+) -> Function:
+    line = lines["qk"]
+    project = Projections(lines["qkv"], SideBySide(attn, ("to_q", "to_k", "to_v"), around))
+    attend = Attend(lines["attention"], attn, theirs)
 
     def why_not() -> str | None:
         return why_not_processor(attn, Processor) or why_not_weights(attn, _HEAD_NORMS)
@@ -247,14 +254,20 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
         norms = plain_weights(attn, _HEAD_NORMS)
         if not known or norms is None or getattr(table, "ndim", 0) != 3:
             # A part that the user set, or a call about which diffusers has something to say.
-            line.declined[why_not() or (NO_TABLE if known else OTHER_ARGUMENTS)] += 1
+            reason = why_not() or (NO_TABLE if known else OTHER_ARGUMENTS)
+            for part in lines.values():
+                part.declined[reason] += 1
             return original(
                 hidden_states, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask, **kwargs
             )
         heads = (attn.heads, -1)
-        query = attn.to_q(hidden_states).unflatten(-1, heads)
-        key = attn.to_k(hidden_states).unflatten(-1, heads)
-        value = attn.to_v(hidden_states).unflatten(-1, heads)
+        projected = project(hidden_states)
+        if isinstance(projected, torch.Tensor):
+            query, key, value = torch.unflatten(projected, -1, (3, *heads)).unbind(2)
+        else:
+            query = attn.to_q(hidden_states).unflatten(-1, heads)
+            key = attn.to_k(hidden_states).unflatten(-1, heads)
+            value = attn.to_v(hidden_states).unflatten(-1, heads)
         weights, eps = norms
         table = _closed_up(table)
         query, key = line.site(query, key, None, *weights, table, *_NO_SECOND_STREAM, eps, "diffusers")
@@ -263,20 +276,13 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
 
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = attention_mask[:, None, None, :]
-        joint = theirs.dispatch_attention_fn(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            dropout_p=0.0,
-            is_causal=False,
-            backend=processor._attention_backend,
-            parallel_config=processor._parallel_config,
-        )
+        joint = attend(query, key, value, attention_mask)
         output = attn.to_out[0](joint.flatten(2, 3).to(query.dtype))
         return attn.to_out[1](output) if len(attn.to_out) > 1 else output  # dropout
 
     line.watch = why_not
+    lines["qkv"].watch = lambda: why_not() or project.why_not()
+    lines["attention"].watch = lambda: why_not() or attend.why_not()
     return forward
 
 
@@ -316,8 +322,8 @@ ATTENTION = Replacement(
         source(Processor, "__call__", "f8f65d350a61795747f1012c37a8188ca4651b312320caf7c784b135ae4e0354"),
         RMS_NORM_SOURCE,
     ),
-    sites=(("qk", "qk_norm_rope"),),
-    write=_write_attention,
+    sites=(("qkv", "joint_projection"), ("qk", "qk_norm_rope"), ("attention", "attention")),
+    write=partial(_write_attention, ()),
 )
 
 
@@ -342,7 +348,8 @@ def _places(model: Any) -> Iterator[tuple[str, nn.Module, Replacement]]:
         for number, wrapped in enumerate(getattr(model, stack) or ()):
             block, path = unwrapped(wrapped), f"{stack}.{number}"
             yield path, block, Replacement(Block, _BLOCK_SOURCES, _BLOCK_SITES, partial(_write_block, number, look))
-            yield f"{path}.attention", block.attention, ATTENTION
+            attention = replace(ATTENTION, write=partial(_write_attention, (model, block)))
+            yield f"{path}.attention", block.attention, attention
             yield f"{path}.feed_forward", block.feed_forward, FEED_FORWARD
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from samebits.ops import (
+    attention,
     bias_gated_residual,
     bias_gated_residual_norm_modulate,
     gated_residual,
     gated_residual_norm_modulate,
     gated_residual_rms_norm,
     gelu_tanh,
+    joint_projection,
     layer_norm_modulate,
     qk_norm,
     qk_norm_rope,
@@ -31,6 +33,8 @@ OPS: tuple[Op, ...] = (
     quantize_fp8.OP,
     bias_gated_residual.OP,
     bias_gated_residual_norm_modulate.OP,
+    joint_projection.OP,
+    attention.OP,
 )
 
 

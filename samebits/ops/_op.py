@@ -73,6 +73,9 @@ class Op:
     contract: str = "exact"
     headline: tuple[str, ...] = field(default=())
     """Names of the cases that the benchmark times; empty means all of them."""
+    library: str = ""
+    """``"gemm"`` or ``"attention"`` where the kernel is a call into one of torch's libraries: it has no ``.cu``, its
+    launches count as what they are, and its time is not one of moving bytes. Empty for a kernel of ours."""
 
     @cached_property
     def source_hash(self) -> str:

@@ -391,7 +391,7 @@ def test_report_counts_and_explains() -> None:
         run(model, inputs)
         rows = handle.report().to_json()
     assert json.loads(json.dumps(rows)) == rows
-    assert len(rows) == 22
+    assert len(rows) == 24
     elsewhere = [row for row in rows if any("its lines run" in reason for reason in row["reasons"])]
     residuals, norms = (
         [f"transformer_blocks.{at}_{what}" for at in ("{}.img", "{}.txt")] for what in ("residual", "norm1")
@@ -413,6 +413,7 @@ def test_report_counts_and_explains() -> None:
         "qk_norm_rope",
         "gelu_tanh",
         "rms_norm_scale",
+        "joint_projection",
     }
     assert rows[0]["site"] == "txt_norm"
     assert rows[-1]["site"] == "norm_out"

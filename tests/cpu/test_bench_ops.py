@@ -195,7 +195,7 @@ def test_sweeps_take_the_largest_case_of_each_type_and_reference() -> None:
     assert comparing.sweep_cases(fake_op(cases=(case(4, kind="odd"),)), CPU) == []
 
 
-VARIED = {"qk_norm": 2, "qk_norm_rope": 3, "swiglu": 2, "gated_residual_rms_norm": 3}
+VARIED = {"attention": 3, "qk_norm": 2, "qk_norm_rope": 3, "swiglu": 2, "gated_residual_rms_norm": 3}
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

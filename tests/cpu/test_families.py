@@ -35,13 +35,13 @@ from samebits.gate import Gate
 from samebits.models import FAMILIES, family_of
 from samebits.models._family import Source
 
-QWEN_SITES = 2 * 9 + 2
-Z_IMAGE_SITES = 2 + 5 * 5
+QWEN_SITES = 2 * 10 + 2
+Z_IMAGE_SITES = 2 + 5 * 7
 # What one forward calls where nothing stands between the blocks: of two blocks in a row, a residual and the next norm
 # of each stream are one call.
 QWEN_CALLS = QWEN_SITES - 2
 Z_IMAGE_CALLS = Z_IMAGE_SITES - 1
-SIGLIP_SITES = 1 + 5
+SIGLIP_SITES = 1 + 7
 
 Form = tuple[Callable[[torch.dtype], Any], Callable[[torch.dtype], dict[str, Any]], int]
 
@@ -134,8 +134,16 @@ OPS_OF = {
         "qk_norm_rope",
         "gelu_tanh",
         "rms_norm_scale",
+        "joint_projection",
     },
-    "z-image": {"rms_norm_scale", "gated_residual_rms_norm", "qk_norm_rope", "swiglu"},
+    "z-image": {
+        "rms_norm_scale",
+        "gated_residual_rms_norm",
+        "qk_norm_rope",
+        "swiglu",
+        "joint_projection",
+        "attention",
+    },
 }
 
 
@@ -467,20 +475,20 @@ def test_sources_of_the_installed_diffusers_are_known() -> None:
 SOURCES = [
     (transformer_qwenimage.QwenImageTransformerBlock, "forward", qwen, 14),
     (transformer_qwenimage.QwenImageTransformerBlock, "_modulate", qwen, 14),
-    (transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0, "__call__", qwen, 2),
-    (transformer_qwenimage, "apply_rotary_emb_qwen", qwen, 2),
+    (transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0, "__call__", qwen, 4),
+    (transformer_qwenimage, "apply_rotary_emb_qwen", qwen, 4),
     (AdaLayerNormContinuous, "forward", qwen, 1),
     (nn.LayerNorm, "forward", qwen, 15),
-    (RMSNorm, "forward", qwen, 3),
-    (Attention, "forward", qwen, 2),
+    (RMSNorm, "forward", qwen, 5),
+    (Attention, "forward", qwen, 4),
     (GELU, "forward", qwen, 4),
     (GELU, "gelu", qwen, 4),
     (transformer_z_image.ZImageTransformerBlock, "forward", z_image, 15),
-    (transformer_z_image.ZSingleStreamAttnProcessor, "__call__", z_image, 5),
+    (transformer_z_image.ZSingleStreamAttnProcessor, "__call__", z_image, 15),
     (transformer_z_image.FeedForward, "forward", z_image, 5),
     (transformer_z_image.FeedForward, "_forward_silu_gating", z_image, 5),
     (RMSNorm, "forward", z_image, Z_IMAGE_SITES - 5),
-    (Attention, "forward", z_image, 5),
+    (Attention, "forward", z_image, 15),
 ]
 
 

@@ -350,12 +350,18 @@ def test_which_sites_group_offloading_makes_eager_and_that_they_say_why(build: t
     expected = run(model, inputs)
     group_offload(kind)(model)
     reading = {"rms_norm_scale", "qk_norm_rope", "gated_residual_rms_norm"} if kind == "leaf_level" else set()
+    reading |= {"attention"} if reading else set()  # what follows head norms that are called themselves
     with apply(model, gate=KernelGate()) as handle:
         for _ in range(2):
             check_same_bits(run(model, inputs), expected)
         # Nobody calls the siglip part; and where a block does the next one's first lines, theirs have no calls.
         rows = {row.site: row for row in handle.report().rows if row.fused or row.eager}
         uncalled = {row.site: row for row in handle.report().rows if row.site not in rows}
+    # No weights are joined under such a hook, and none are read past a hook of their own.
+    single = build[0] is qwen and kind == "block_level"
+    for row in [rows.pop(name) for name, row in list(rows.items()) if row.op == "joint_projection"]:
+        assert (row.fused > 0) == single, row
+        assert single or all("carries a hook" in reason for reason in row.reasons), row
     for name, row in uncalled.items():
         (reason,) = row.reasons
         assert reason.startswith("its lines run ") or "siglip" in name or name.endswith("next_norm1"), row

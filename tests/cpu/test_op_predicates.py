@@ -17,6 +17,7 @@ META = torch.device("meta")
 Arguments = tuple[Any, ...]
 
 MODULATE, QK, RMS = (by_name(name) for name in ("layer_norm_modulate", "qk_norm", "rms_norm_scale"))
+PROJECT, ATTEND = by_name("joint_projection"), by_name("attention")
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -56,6 +57,19 @@ def gates(**changed: Any) -> Arguments:
 
 def cast(args: Arguments, to: torch.dtype | torch.device) -> Arguments:
     return tuple(arg.to(to) if isinstance(arg, Tensor) else arg for arg in args)
+
+
+def project(**changed: Any) -> Arguments:
+    """Two streams of one sample with biases."""
+    args = {"x": zeros(1, 5, 8), "weight": zeros(24, 8), "bias": zeros(24)}
+    args |= {"text": zeros(1, 3, 8), "text_weight": zeros(24, 8), "text_bias": zeros(24), "parts": 3, "state": ""}
+    return tuple((args | changed).values())
+
+
+def attend(**changed: Any) -> Arguments:
+    """Two heads of 16, the values in the last third of wider rows."""
+    q, v = zeros(2, 5, 2, 16), zeros(2, 5, 96)[..., 64:].unflatten(-1, (2, 16))
+    return tuple(({"q": q, "k": q.clone(), "v": v, "mask": None, "state": ""} | changed).values())
 
 
 DECLINED: dict[str, tuple[Op, Arguments, str]] = {
@@ -190,6 +204,40 @@ DECLINED: dict[str, tuple[Op, Arguments, str]] = {
     "rms: one number a token": (RMS, rms(scale=zeros(2, 5, 1)), "must be (batch, tokens, 128)"),
     "rms: scale for three samples": (RMS, rms(scale=zeros(3, 1, 128)), "scale must broadcast"),
     "rms: scale that makes more of x": (RMS, rms(x=zeros(2, 1, 128), scale=zeros(2, 5, 128)), "scale must broadcast"),
+    "project: fp64": (PROJECT, cast(project(), torch.float64), "it is torch.float64"),
+    "project: tuned kernels": (PROJECT, project(state="cuda_tunableop_is_enabled=True"), "TunableOp is enabled"),
+    "project: two dimensions": (PROJECT, project(x=zeros(5, 8)), "must be (batch, tokens, width)"),
+    "project: another width": (PROJECT, project(x=zeros(1, 5, 9)), "must be (batch, tokens, width)"),
+    "project: four linears": (PROJECT, project(parts=5), "must hold 5 linears"),
+    "project: a short bias": (PROJECT, project(bias=zeros(8)), "must hold 3 linears"),
+    "project: fp32 weight": (PROJECT, project(weight=zeros(24, 8, dtype=FP32)), "must have its input's dtype"),
+    "project: tokens of a longer sequence": (
+        PROJECT,
+        project(x=zeros(2, 9, 8)[:, 4:], text=zeros(2, 3, 8)),
+        "must be contiguous",
+    ),
+    "project: a transposed weight": (PROJECT, project(weight=zeros(8, 24).t()), "must be contiguous"),
+    "project: a text without weight": (PROJECT, project(text_weight=None), "given whole or not at all"),
+    "project: a text without bias": (PROJECT, project(text_bias=None), "given whole or not at all"),
+    "project: a text of two samples": (PROJECT, project(text=zeros(2, 3, 8)), "one batch and one width"),
+    "project: a wider text": (
+        PROJECT,
+        project(text_weight=zeros(48, 8), text_bias=zeros(48)),
+        "one batch and one width",
+    ),
+    "project: fp32 text": (
+        PROJECT,
+        (*project()[:3], *cast(project()[3:6], FP32), 3, ""),
+        "both streams must have one dtype",
+    ),
+    "attend: contiguous values": (ATTEND, attend(v=zeros(2, 5, 2, 16)), "no copy to save"),
+    "attend: fewer keys": (ATTEND, attend(k=zeros(2, 4, 2, 16)), "of one shape"),
+    "attend: fp32 query": (ATTEND, attend(q=zeros(2, 5, 2, 16, dtype=FP32)), "one dtype and device"),
+    "attend: fp64": (ATTEND, cast(attend(), torch.float64), "they are torch.float64"),
+    "attend: a strided query": (ATTEND, attend(q=zeros(2, 5, 4, 16)[:, :, :2]), "must be contiguous"),
+    "attend: heads outside": (ATTEND, attend(v=zeros(2, 2, 5, 16).transpose(1, 2)), "must be packed"),
+    "attend: one token for all": (ATTEND, attend(v=zeros(2, 1, 2, 16).expand(2, 5, 2, 16)), "their tokens apart"),
+    "attend: a mask of two dimensions": (ATTEND, attend(mask=zeros(5, 5)), "four dimensions"),
     "rms: scale with tokens outside": (RMS, rms(scale=zeros(5, 2, 128).transpose(0, 1)), "dimensions of scale"),
     "rms: one gate": (RMS, gates(gate_mlp=None), "both gates must be given or none"),
     "rms: the other gate": (RMS, gates(gate_msa=None), "both gates must be given or none"),
@@ -245,6 +293,17 @@ TAKEN: dict[str, tuple[Op, Arguments]] = {
     "rms: tokens of a longer sequence": (RMS, rms(x=zeros(2, 9, 128)[:, 4:])),
     "rms: gates": (RMS, gates(gate_msa=zeros(2, 1, 512)[..., 128:256], gate_mlp=zeros(2, 1, 512)[..., 384:])),
     "rms: gates for all, no scale": (RMS, gates(scale=None, gate_msa=zeros(1, 1, 128), gate_mlp=zeros(1, 1, 128))),
+    "project: two streams": (PROJECT, project()),
+    "project: two streams of two samples": (PROJECT, project(x=zeros(2, 5, 8), text=zeros(2, 3, 8))),
+    "project: one linear": (PROJECT, project(parts=1)),
+    "project: one stream of two samples": (
+        PROJECT,
+        project(x=zeros(2, 5, 8), text=None, text_weight=None, text_bias=None),
+    ),
+    "project: no bias": (PROJECT, project(bias=None, text_bias=None)),
+    "attend": (ATTEND, attend()),
+    "attend: masked": (ATTEND, attend(mask=torch.ones(2, 1, 1, 5, dtype=torch.bool))),
+    "attend: one sample": (ATTEND, tuple(a[:1] if isinstance(a, Tensor) else a for a in attend())),
 }
 
 
@@ -374,6 +433,30 @@ class Views:
         text = stream(self.pick(1, 2, 3), values) if values or self.often() else (None,) * 6
         return *stream(self.pick(1, 1, 2, 5), values), *text, 1e-6, self.pick("diffusers", "native")
 
+    def mostly_plain(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Contiguous four times out of five: what is asked for many tensors at once would never be so for all."""
+        return torch.zeros(shape, dtype=dtype) if self.random.random() < 0.8 else self.view(shape, dtype)
+
+    def projection(self) -> Arguments:
+        batch, width, columns, dtype = self.pick(1, 1, 2), self.pick(4, 8), self.pick(6, 12, 8), self.pick(BF16, FP32)
+        bias = self.often()
+
+        def stream() -> Arguments:
+            x = self.mostly_plain((batch, self.pick(1, 2, 5), width), dtype)
+            weight = self.mostly_plain((columns, width), dtype)
+            return x, weight, torch.zeros(columns, dtype=dtype) if bias else None
+
+        return *stream(), *(stream() if self.often() else (None,) * 3), 3, "state"
+
+    def attended(self) -> Arguments:
+        batch, tokens, heads, dtype = self.pick(1, 2), self.pick(2, 5, 8), self.pick(1, 2, 3), self.pick(BF16, FP16)
+        shape = (batch, tokens, heads, 32)
+        q, k = (self.mostly_plain(shape, dtype) for _ in range(2))
+        packed = self.mostly_plain((batch, tokens, 3 * heads * 32), dtype)
+        v = self.pick(packed[..., -heads * 32 :].unflatten(-1, (heads, 32)), self.view(shape, dtype))
+        mask = torch.ones(batch, 1, 1, tokens, dtype=torch.bool) if self.often() else None
+        return q, k, v, mask, "state"
+
 
 DRAWS: dict[str, Callable[[Views], Arguments]] = {
     "layer_norm_modulate": Views.modulate,
@@ -388,6 +471,8 @@ DRAWS: dict[str, Callable[[Views], Arguments]] = {
     "quantize_fp8": Views.to_quantise,
     "bias_gated_residual": Views.biased,
     "bias_gated_residual_norm_modulate": Views.biased_norm,
+    "joint_projection": Views.projection,
+    "attention": Views.attended,
 }
 
 

@@ -235,7 +235,10 @@ def test_a_profile_on_a_cpu(subject: Subject, bench: Bench) -> None:
     linears = sum(isinstance(part, torch.nn.Linear) for part in subject.model.modules())
     assert found.eager.counts["gemm"] == found.ours.counts["gemm"] == linears
     assert found.eager.counts["attention"] == len(subject.blocks)
-    assert found.calls.fused == sum(calls for calls, _ in found.bytes_by_op.values()) > 0
+    # The joint projection of a block, and the attention where it follows one, are no question of bytes.
+    assert found.bytes_by_op.keys().isdisjoint({"joint_projection", "attention"})
+    of_a_library = (1 if subject.name == "qwen-image" else 2) * len(subject.blocks)
+    assert found.calls.fused == sum(calls for calls, _ in found.bytes_by_op.values()) + of_a_library > of_a_library
     assert found.calls.eager == 0
     assert found.floor_bytes > 0
     assert found.floor_ms is None

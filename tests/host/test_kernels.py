@@ -35,7 +35,8 @@ SMALL: dict[str, Arguments] = {
 
 
 def test_every_op_is_here() -> None:
-    assert sorted(SMALL) == sorted(op.name for op in OPS)
+    # What a library computes on a CPU says nothing about a GPU.
+    assert sorted(SMALL) == sorted(op.name for op in OPS if not op.library)
 
 
 @pytest.mark.parametrize("name", SMALL)
