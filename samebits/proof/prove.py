@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 
 import torch
 
@@ -29,7 +30,7 @@ WIDE_SHARE = 0.3
 SECONDS, QUICK_SECONDS = 6.0, 0.5
 """The most that one kind of random rows may take; the record says how many rows there were."""
 CPU_ROWS = 200
-DRAWS, QUICK_DRAWS = 32, 16
+DRAWS, QUICK_DRAWS = 32, 8
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many tasks are done, and how many there are."""
@@ -84,11 +85,17 @@ class Run:
                         units.setdefault((step.unit, dtype), {}).setdefault(step, []).append(op.name)
         for (unit, dtype), steps in units.items():
 
-            def probes(unit: Unit = unit, dtype: torch.dtype = dtype, steps: Sequence[Step] = tuple(steps)) -> Probes:
-                known = self._probes.get((unit, dtype))
-                if known is None:
-                    known = Probes(self._workshop.path, unit, dtype, steps, self.device)
-                    self._probes[unit, dtype] = known
+            def probes(
+                unit: Unit = unit,
+                dtype: torch.dtype = dtype,
+                steps: Sequence[Step] = tuple(steps),
+                lock: Lock = Lock(),  # noqa: B008 - one for each unit, which a thread may compile ahead
+            ) -> Probes:
+                with lock:
+                    known = self._probes.get((unit, dtype))
+                    if known is None:
+                        known = Probes(self._workshop.path, unit, dtype, steps, self.device)
+                        self._probes[unit, dtype] = known
                 return known
 
             for number, (step, names) in enumerate(steps.items()):
@@ -121,7 +128,9 @@ class Run:
         form = FORMS[op.name]
         if not self.whole and not form.portable:
             return
-        for name in form.every if dtype.itemsize == 2 else ():
+        # Before a norm every pair takes its time, and the steps have had them all.
+        every_call = form.every if dtype.itemsize == 2 and not (self.quick and form.before_norm) else {}
+        for name in every_call:
             pairs, part = form.every[name].pairs, "" if self.whole else "a part of "
             domain = f"{part}all 2^32 pairs, through the kernel" if pairs else "all 2^16 values, through the kernel"
             method = "exhaustive" if self.whole or not pairs else "sampled"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from samebits.ops import OPS, by_name
+from samebits.ops import OPS, by_name, gelu_tanh
 from samebits.proof import coverage, values
 from samebits.proof.chains import COUNTS, MEAN_FACTOR, MODULATE, ONE_PLUS, PRODUCT, ROOT, ROTATE, STEPS, SUM
 from samebits.proof.domains import domain_of, draw, every_16, pieces, single_starts
@@ -183,6 +183,11 @@ def test_adversarial_rows_are_what_their_names_say(dtype: torch.dtype) -> None:
     assert row["every magnitude"].isfinite().all()
     others = [name for name in names if name not in ("NaN", "infinities")]
     assert all(row[name].isfinite().all() for name in others)
+
+
+def test_every_value_reaches_both_kernels_of_gelu() -> None:
+    counts = {name: every.build(every_16(BF16, CPU)[:1])[0].numel() for name, every in FORMS["gelu_tanh"].every.items()}
+    assert min(counts.values()) < gelu_tanh.TABLE_FROM <= max(counts.values())
 
 
 def test_a_lone_row_meets_every_pattern() -> None:
