@@ -125,8 +125,11 @@ def _check_shapes(ops: list[Any], shapes: list[Any], device: Any) -> None:
     from samebits.proof.rows import fits
 
     for shape in shapes:
-        reasons = []
+        reasons: list[str | None] = []
         for op in ops:
+            if op.library:
+                reasons.append("its shapes are those of its own cases")
+                continue
             form = FORMS[op.name]
             first = dtypes_of(op)[0]
             reasons.append(fits(op, form, first, shape, form.variants_of(first)[0], device))
@@ -191,6 +194,8 @@ def _show(proof: Any) -> None:
         wrong = sum(bool(row["differ"]) or "error" in row or not row["checked"] for row in rows)
         table.add_row(op, dtype, f"{every} steps", f"{len(rows) - every}", f"{random:,}", str(wrong))
     console.print(table)
+    if not proof.rows:
+        console.print("Nothing was compared: calls into torch's libraries are only shown on a GPU.")
     for row in proof.rows:
         if row["differ"] or "error" in row or not row["checked"]:
             told = row.get("error") or row.get("first") or "nothing was compared"

@@ -12,7 +12,7 @@ from threading import Lock
 
 import torch
 
-from samebits.ops import Op
+from samebits.ops import Case, Op
 from samebits.proof import controls, record, rows, trees, wrong
 from samebits.proof.chains import STEPS
 from samebits.proof.domains import domain_of
@@ -30,6 +30,7 @@ WIDE_SHARE = 0.3
 SECONDS, QUICK_SECONDS = 6.0, 0.5
 """The most that one kind of random rows may take; the record says how many rows there were."""
 CPU_ROWS = 200
+LIBRARY_DRAWS = 4
 DRAWS, QUICK_DRAWS = 32, 8
 
 Progress = Callable[[str, int, int], None]
@@ -67,6 +68,9 @@ class Run:
         """Everything that is to be done."""
         yield from self._steps()
         for op in self.ops:
+            if op.library:
+                yield from self._library(op)
+                continue
             if op.name not in STEPS or op.name not in FORMS:
                 yield Task(op.name, partial(self._undeclared, op))
                 continue
@@ -109,6 +113,20 @@ class Run:
                     self._step(probes, step, dtype, names)
 
                 yield Task(f"{step.name}, {_short(dtype)}", run, probes if number == 0 else None)
+
+    def _library(self, op: Op) -> Iterator[Task]:
+        """An op whose kernel is a call into a library has no steps and no order of ours: its own cases are compared.
+
+        Which kernel the library runs is its choice for each signature, so only the signatures seen are shown.
+        """
+        for case in op.cases if self.whole else ():
+            if self.quick and case.name not in op.headline:
+                continue
+
+            def run(case: Case = case) -> Outcome:
+                return rows.case(op, case, self.device, LIBRARY_DRAWS)
+
+            yield self._task(op, case.dtype, f"calls of torch's {op.library}", case.name, "sampled", run)
 
     def _undeclared(self, op: Op) -> None:
         error = LookupError("chains.STEPS or forms.FORMS has no entry for this op")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samebits import bits
-from samebits.ops import Args, Op, Outputs
+from samebits.ops import Args, Case, Op, Outputs
 from samebits.ops._op import Launcher
 from samebits.proof.domains import EVERY_16, every_16
 from samebits.proof.forms import HEADS, Form, Inputs
@@ -107,6 +107,20 @@ def every_pair(op: Op, form: Form, name: str, dtype: torch.dtype, device: torch.
         raise ValueError(f"{op.name}: the calls of {name!r} have no values.")
     differ = int(call.differ.item())
     return Outcome(checked, differ, call.first(op.reference) if differ else None)
+
+
+def case(op: Op, case: Case, device: torch.device, draws: int) -> Outcome:
+    """Compare an op on one of its own cases, ``draws`` times anew."""
+    differ, first, call = 0, None, None
+    for seed in range(draws):
+        args = case.build(device, seed)
+        call = call or Call(op, args)
+        call.args = args
+        call.compare(op.reference)
+    if call is not None:
+        differ = int(call.differ.item())
+        first = call.first(op.reference) if differ else None
+    return Outcome(case.rows * draws, differ, first)
 
 
 def fits(op: Op, form: Form, dtype: torch.dtype, shape: Shape, variant: str, device: torch.device) -> str | None:

@@ -91,7 +91,7 @@ def test_what_only_a_gpu_can_catch_is_not_counted() -> None:
     assert "GPU" in verdict.seen
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in OPS if not op.library], ids=lambda op: op.name)
 def test_every_form_runs(op: object) -> None:
     """Every op's call is made and compared, whatever a CPU's eager says: nothing raises, and every row counts."""
     form = FORMS[op.name]  # type: ignore[attr-defined]
@@ -101,6 +101,13 @@ def test_every_form_runs(op: object) -> None:
     assert rows.random(op, form, BF16, shape, variant, CPU, 30, 60.0).checked == 48  # type: ignore[arg-type]
     for name in form.every:
         assert rows.every_pair(op, form, name, BF16, CPU, whole=False).checked >= 1 << 16  # type: ignore[arg-type]
+
+
+def test_a_case_of_an_op_is_compared() -> None:
+    case = next(case for case in RESIDUAL.cases if case.rows < 100)
+    assert rows.case(RESIDUAL, case, CPU, 2) == Outcome(2 * case.rows, 0)
+    wrong_one = replace(RESIDUAL, reference=lambda *args: RESIDUAL.reference(*args) + 1)
+    assert rows.case(wrong_one, case, CPU, 2).differ > 0
 
 
 def test_the_time_limit_of_random_rows_is_kept_and_told() -> None:
