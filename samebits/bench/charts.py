@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits.bench.evidence import Row
+from samebits.bench.launches import CLASSES
 from samebits.bench.ratios import groups
 
 MISSING = 'there is no matplotlib here, so no chart; pip install "samebits[bench]" brings it'
@@ -104,16 +105,31 @@ def models_chart(rows: Iterable[Row], path: Path) -> Path | None:
     return _save(figure, path)
 
 
+def quant_chart(rows: Iterable[Row], path: Path) -> Path | None:
+    """Draw the GPU time of every variant in FP8 by class, one below the other; ``None`` without a time."""
+    bars = {
+        f"{row['variant']}{' =' if row['bits_equal'] else ''}": {
+            kind: row[f"ms_{kind}"] for kind in ("gemm", "attention", "other")
+        }
+        for row in rows
+        if row["ms_gemm"] is not None
+    }
+    title = 'one forward in FP8 and bf16; "=": the bits of its unfused model'
+    return stacked_chart(bars, path, title, classes=("gemm", "attention", "other")) if bars else None
+
+
 def stacked_chart(
-    bars: Mapping[str, Mapping[str, float]], path: Path, title: str, floor_ms: Sequence[tuple[str, float]] = ()
+    bars: Mapping[str, Mapping[str, float]],
+    path: Path,
+    title: str,
+    floor_ms: Sequence[tuple[str, float]] = (),
+    classes: Sequence[str] = CLASSES,
 ) -> Path:
     """Draw one stacked bar for each of ``bars``, by class of kernel, in ms; ``floor_ms`` are lines with a name."""
-    from samebits.bench.launches import CLASSES
-
     figure, (panel,) = _figure(9, 1.6 + 0.7 * len(bars))
     names = list(bars)
     before = [0.0] * len(names)
-    for kind in CLASSES:
+    for kind in classes:
         values = [bars[name].get(kind, 0.0) for name in names]
         drawn = panel.barh(names, values, left=before, color=COLOURS[kind], label=kind)
         largest = max((sum(bar.values()) for bar in bars.values()), default=0.0)

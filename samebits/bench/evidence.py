@@ -48,7 +48,9 @@ class Schema:
     """The variants whose rows claim eager's bits; ``None``: every row does. A row that claims nothing (a peer such as
     torch.compile, or a floor that computes no output) says ``false`` and keeps its time."""
     closed: bool = False
-    """Whether a row has these columns and no others."""
+    """Whether a row has these columns, perhaps those of ``figures``, and no others."""
+    figures: tuple[str, ...] = ()
+    """What only some rows say, and what is no time: finite numbers, or null."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -67,7 +69,7 @@ class Schema:
         missing = [name for name in self.columns if name not in row]
         if missing:
             return f"column {missing[0]!r} is missing"
-        further = [name for name in row if name not in self.columns]
+        further = [name for name in row if name not in self.columns and name not in self.figures]
         if self.closed and further:
             return f"column {further[0]!r} is not one of {', '.join(self.columns)}"
         if self.variants and row["variant"] not in self.variants:
@@ -85,6 +87,10 @@ class Schema:
             for name in names:
                 if not fits(row[name]):
                     return f"column {name!r} must be {wanted}, got {row[name]!r}"
+        for name in self.figures:
+            value = row.get(name)
+            if value is not None and not _is_finite(value):
+                return f"column {name!r} must be a finite number or null, got {value!r}"
         if not self.bits_equal(row) and (self.claims is None or row["variant"] in self.claims):
             told = [name for name in row if _tells_speed(name) and row[name] is not None]
             if told:
@@ -142,7 +148,22 @@ PIPELINE = Schema(
     claims=("ours_first_cold", "ours_first", "ours"),
     closed=True,
 )
-SCHEMAS = {schema.kind: schema for schema in (OPS, HOST, DENOISERS, MODELS, PIPELINE)}
+QUANT_VARIANTS = ("bf16_exact_graph", "fp8_unfused", "fp8_fused", "fp8_fused_graph", "fp8_absorbed_graph")
+"""The ways to run one forward that ``samebits bench quant`` compares."""
+QUANT = Schema(
+    "quant",
+    text=("model", "variant"),
+    speeds=("ms",),
+    counts=("size", "batch", "launches", "launches_gemm", "launches_attention", "launches_other"),
+    flags=("bits_equal",),
+    amounts=("ms_gemm", "ms_attention", "ms_other"),
+    variants=QUANT_VARIANTS,
+    # A bias that is added later moves bits by design: its variant claims none.
+    claims=("bf16_exact_graph", "fp8_fused", "fp8_fused_graph"),
+    closed=True,
+    figures=("biases_absorbed", "output_relative_error", "output_psnr_db", "latents_psnr_db", "latents_ssim"),
+)
+SCHEMAS = {schema.kind: schema for schema in (OPS, HOST, DENOISERS, MODELS, PIPELINE, QUANT)}
 
 
 def _is_finite(value: Any) -> bool:

@@ -20,6 +20,8 @@ from samebits.ops._op import Op
 SIZES = (512, 1024, 1328, 2048)
 BATCHES = (1, 2)
 FAILED = "nothing was measured"
+MODELS_CLAIMS = ("eager", "eager_graph", *(evidence.MODELS.claims or ()))
+"""The variants of ``models.json`` whose bits must be equal: eager's own, to which it is compared, and ours."""
 MEANINGLESS = "There is no GPU here: these are tiny models on a CPU, and the figures mean nothing."
 
 Run = Callable[[str, int, int], variants.Outcome]
@@ -37,10 +39,11 @@ def record(
     command: str,
     environment: dict[str, Any],
     commit: str | None = None,
+    kind: str = "models",
     add: bool = False,
     say: Callable[[str], object] = lambda _: None,
 ) -> variants.Outcome:
-    """Measure the named models at every size and batch; with a ``folder``, write ``models.json`` after each.
+    """Measure the named models at every size and batch; with a ``folder``, write the record after each.
 
     One that fails as a whole is a note, and the next one runs.
 
@@ -48,8 +51,10 @@ def record(
     ----------
     run : callable
         :func:`here`, or :func:`apart` on a GPU.
+    kind : str
+        Of the record: its file is ``<kind>.json``.
     add : bool
-        Keep the rows of a ``models.json`` that is there already, but for those that this run measures again.
+        Keep the rows of a record that is there already, but for those that this run measures again.
 
     Raises
     ------
@@ -59,8 +64,8 @@ def record(
     whole = variants.Outcome()
     source = evidence.source_of(ops, commit)
     earlier: list[evidence.Row] = []
-    if add and folder is not None and (folder / "models.json").exists():
-        there = evidence.earlier(folder / "models.json", source, environment)
+    if add and folder is not None and (folder / f"{kind}.json").exists():
+        there = evidence.earlier(folder / f"{kind}.json", source, environment)
         earlier, command = list(there.rows), f"{there.command}; {command}"
     for name, size, batch in product(names, sizes, batches):
         where = f"{name} {size}x{size} batch {batch}"
@@ -73,7 +78,7 @@ def record(
             whole.notes.append(f"{where}: {FAILED}: {said(error)}")
         if folder is not None:
             rows = _together(earlier, whole.rows)
-            evidence.Record("models", command, environment, source, rows).write(folder)
+            evidence.Record(kind, command, environment, source, rows).write(folder)
     return whole
 
 
@@ -125,9 +130,8 @@ def _together(earlier: Sequence[evidence.Row], rows: Sequence[evidence.Row]) -> 
     return [*(row for row in earlier if (row["model"], row["size"], row["batch"]) not in again), *rows]
 
 
-def good(outcome: variants.Outcome) -> bool:
-    """Whether something was measured, nothing failed, and every row that claims eager's bits has them."""
-    claims = ("eager", "eager_graph", *(evidence.MODELS.claims or ()))
+def good(outcome: variants.Outcome, claims: Sequence[str] = MODELS_CLAIMS) -> bool:
+    """Whether something was measured, nothing failed, and every row of the variants in ``claims`` has equal bits."""
     rows = outcome.rows
     return (
         bool(rows)

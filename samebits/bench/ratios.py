@@ -51,13 +51,13 @@ def targets(rows: Iterable[evidence.Row]) -> list[Target]:
         told = "not measured" if not ours else "equal" if all(row["bits_equal"] for row in ours) else "DIFFERENT"
         found.append(Target(f"{model}, every block and the output", "equal", told, told == "equal"))
         for title, over, under in RATIOS:
-            found.append(_at_most(f"{model}, {title}", ratio(group, over, under), limits[under], "{:.3f}"))
+            found.append(at_most(f"{model}, {title}", ratio(group, over, under), limits[under], "{:.3f}"))
         other = group["ours"]["ms_other"] if "ours" in group else None
-        found.append(_at_most(f"{model}, ours, ms outside GEMM and attention", other, limits["ms_other"], "{:.2f}"))
+        found.append(at_most(f"{model}, ours, ms outside GEMM and attention", other, limits["ms_other"], "{:.2f}"))
     return found
 
 
-def _at_most(name: str, value: float | None, limit: float, form: str) -> Target:
+def at_most(name: str, value: float | None, limit: float, form: str) -> Target:
     got = "not measured" if value is None else form.format(value)
     return Target(name, f"<= {limit:g}", got, value is not None and value <= limit)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from samebits.bench import charts, pipelines, ratios
+from samebits.bench import charts, pipelines, quant_ratios, ratios
 from samebits.bench.evidence import Record, Row
 from samebits.bench.tables import OP_HEADS, markdown, op_cells
 from samebits.bench.targets import Target
@@ -25,12 +25,20 @@ def _pipeline(rows: Sequence[Row]) -> str:
     return markdown(pipelines.HEADS, pipelines.lines(rows))
 
 
+def _quant(rows: Sequence[Row]) -> str:
+    parts = [markdown(quant_ratios.HEADS, quant_ratios.lines(rows))]
+    moved = quant_ratios.moved(rows)
+    parts += [markdown(quant_ratios.MOVED_HEADS, moved)] if moved else []
+    return "\n".join(parts)
+
+
 Chart = Callable[[Iterable[Row], Path], Path | None]
 
 _PAGES: dict[str, tuple[str, Callable[[Sequence[Row]], str], Chart | None]] = {
     "ops": ("Every op against eager", _ops, charts.ops_chart),
     "models": ("One forward, every way", _models, charts.models_chart),
     "pipeline": ("Whole pictures", _pipeline, None),
+    "quant": ("One forward in FP8", _quant, charts.quant_chart),
 }
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samebits.bench import evidence, pipelines, proofs, ratios
+from samebits.bench import evidence, pipelines, proofs, quant_ratios, ratios
 from samebits.bench.evidence import Record, Row
 from samebits.bench.targets import Target
 from samebits.ops import OPS, Op
@@ -165,6 +165,12 @@ def pipeline_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
     return _with_targets(found, ops, "pipeline", pipelines.HEADS, pipelines.lines, pipelines.targets)
 
 
+def quant_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
+    """One forward in FP8 on every machine, how far absorbed biases move it, and what was to be reached."""
+    heads = (quant_ratios.MOVED_HEADS, quant_ratios.moved)
+    return _with_targets(found, ops, "quant", quant_ratios.HEADS, quant_ratios.lines, quant_ratios.targets, heads)
+
+
 def _with_targets(
     found: Sequence[Machine],
     ops: Sequence[Op],
@@ -172,6 +178,7 @@ def _with_targets(
     heads: Sequence[str],
     lines: Callable[[Iterable[Row]], Iterable[Sequence[str]]],
     targets: Callable[[Iterable[Row]], Iterable[Target]],
+    more: tuple[Sequence[str], Callable[[Iterable[Row]], Sequence[Sequence[str]]]] | None = None,
 ) -> str:
     parts = []
     for machine in found:
@@ -183,6 +190,8 @@ def _with_targets(
             for target in targets(record.rows)
         ]
         parts.append(f"{machine.name}, by `{record.command}`:\n\n{markdown(heads, lines(record.rows))}")
+        if more is not None and (further := more[1](record.rows)):
+            parts.append(markdown(more[0], further))
         if reached:
             parts.append(markdown(("figure", "wanted", "got", "reached"), reached))
     return "\n".join(parts) or "Not yet measured with this source.\n"
@@ -247,7 +256,7 @@ def render(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
 
 
 def _with_blocks(docs: Path) -> list[Path]:
-    return [page for name in ("performance.md", "prove.md") if (page := docs / name).exists()]
+    return [page for name in ("performance.md", "prove.md", "quant.md") if (page := docs / name).exists()]
 
 
 def pages(root: Path = ROOT) -> list[Path]:
@@ -263,6 +272,7 @@ def update(root: Path = ROOT, ops: Sequence[Op] = OPS, *, write: bool = True) ->
         "models": partial(models_table, found, ops),
         "pipeline": partial(pipeline_table, found, ops),
         "prove": partial(proof_table, found, ops),
+        "quant": partial(quant_table, found, ops),
     }
     for op in ops:
         tables[op.name] = partial(op_table, found, op)

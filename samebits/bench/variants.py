@@ -28,6 +28,8 @@ ROUNDS = 12
 REPEATS = 2
 PROFILED_RUNS = 3
 EAGER, OURS = "eager", "ours"
+APPLIED: Mapping[str, Mapping[str, Any]] = {OURS: {}}
+"""The states in which samebits is applied, with what ``apply`` gets besides the model."""
 
 COMPILED: Mapping[str, Mapping[str, Any]] = {
     "compile": {},
@@ -42,11 +44,19 @@ class Switch:
 
     All share one set of weights. What compilation and samebits put on the modules is taken off and put back as it is,
     which takes no time: a variant that had to be applied anew for each turn would start on a card that has cooled.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    applied : mapping of str to mapping
+        The states in which samebits is applied, each with what ``apply`` gets besides the model; by default ``"ours"``.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, applied: Mapping[str, Mapping[str, Any]] = APPLIED) -> None:
         self.model: Any = model
-        self.handle: Handle | None = None
+        self.handles: dict[str, Handle] = {}
+        """What ``apply`` returned, by state; there once the model was in that state."""
+        self._applied = applied
         self._attributes: dict[str, dict[nn.Module, dict[str, Any]]] = {EAGER: {}}
         self._state = EAGER
 
@@ -69,29 +79,29 @@ class Switch:
             self._state = name
 
     def to(self, state: str) -> None:
-        """Bring the model into a state that is ``"eager"``, ``"ours"`` or the name of something compiled."""
+        """Bring the model into a state: ``"eager"``, one in which samebits is applied, or something compiled."""
         if state == self._state:
             return
         for module, added in self._attributes[self._state].items():
             for key in added:
                 module.__dict__.pop(key, None)
         self._state = EAGER
-        if state == OURS and self.handle is None:
-            self._add(OURS, self._apply)
+        if state in self._applied and state not in self.handles:
+            self._add(state, partial(self._apply, state))
         for module, added in self._attributes[state].items():
             module.__dict__.update(added)
         self._state = state
 
-    def _apply(self) -> None:
-        self.handle = apply(self.model)
+    def _apply(self, state: str) -> None:
+        self.handles[state] = apply(self.model, **self._applied[state])
 
     def close(self) -> None:
         """Leave the model as it was."""
-        if self.handle is not None:
-            self.to(OURS)
-            self.handle.remove()
-            self._attributes[OURS] = {}
-            self.handle = None
+        for state, handle in self.handles.items():
+            self.to(state)
+            handle.remove()
+            self._attributes[state] = {}
+        self.handles.clear()
         self.to(EAGER)
 
 
@@ -176,7 +186,7 @@ def measure(denoiser: Denoiser, bench: Bench, ops: Sequence[Op], size: int, batc
     return outcome
 
 
-def figures(lane: Lane | None, ms: float | None, name: str) -> evidence.Row:
+def figures(lane: Lane | None, ms: float | None, name: str, schema: evidence.Schema = evidence.MODELS) -> evidence.Row:
     """The measured columns of a row; a variant that failed or that claims bits and lacks them has no times."""
     row: evidence.Row = {
         "ms": None if ms is None else round(ms, 3),
@@ -191,7 +201,7 @@ def figures(lane: Lane | None, ms: float | None, name: str) -> evidence.Row:
         row["launches"] = lane.account.total
         row["ms_gemm"], row["ms_attention"] = round(spent["gemm"], 3), round(spent["attention"], 3)
         row["ms_other"] = round(sum(spent[kind] for kind in ("ours", "copies", "other")), 3)
-    if name in (evidence.MODELS.claims or ()) and not row["bits_equal"]:
+    if name in (schema.claims or ()) and not row["bits_equal"]:
         row = evidence.without_speeds(row)
     return row
 
@@ -199,24 +209,22 @@ def figures(lane: Lane | None, ms: float | None, name: str) -> evidence.Row:
 class Contest:
     """The variants of one forward, entered one after the other."""
 
+    schema = evidence.MODELS
+    """The kind of record: it says which variants claim the reference's bits."""
+    applied = APPLIED
+
     def __init__(self, denoiser: Denoiser, bench: Bench, ops: Sequence[Op], outcome: Outcome) -> None:
         self.denoiser = denoiser
         self.bench = bench
         self.names = launches.kernels_in(path for op in ops for path in op.sources)
         self.outcome = outcome
-        self.switch = Switch(denoiser.model)
+        self.switch = Switch(denoiser.model, self.applied)
         self.lanes: dict[str, Lane] = {}
         self._pool: Any = None
 
     def enter(self, choice: Choice) -> None:
         """Make every chosen variant ready, its bits compared with eager's. One that fails is a note, not the end."""
-        reference, again = observe(self.denoiser, 0), observe(self.denoiser, 0)
-        steady = same(again, reference)
-        if not steady:
-            self.outcome.notes.append("void: eager differs from itself, so no comparison with it means anything")
-        elif not denoisers.sees_one_bit(reference.output):
-            raise RuntimeError("the comparison did not see one bit that was changed on purpose")
-        del again
+        reference, steady = self.reference()
         # Applying moves weights, once: no graph may be captured before, it would read where they were.
         self.switch.to(OURS)
         self.switch.to(EAGER)
@@ -245,6 +253,22 @@ class Contest:
         # What was only made ready for another has no turns.
         self.lanes = {name: lane for name, lane in self.lanes.items() if name in choice.wanted}
 
+    def reference(self, steps: int = 0) -> tuple[Observation, bool]:
+        """What eager gives, in a forward and in ``steps`` steps of the sampler, and whether it gives it twice.
+
+        Raises
+        ------
+        RuntimeError
+            The comparison is blind to one changed bit.
+        """
+        reference, again = observe(self.denoiser, steps), observe(self.denoiser, 0)
+        steady = same(again, reference)
+        if not steady:
+            self.outcome.notes.append("void: eager differs from itself, so no comparison with it means anything")
+        elif not denoisers.sees_one_bit(reference.output):
+            raise RuntimeError("the comparison did not see one bit that was changed on purpose")
+        return reference, steady
+
     def _try(self, name: str, make: Callable[[], Lane]) -> None:
         try:
             self.lanes[name] = make()
@@ -256,22 +280,22 @@ class Contest:
         self.denoiser.forward()
         return Lane(self.denoiser.forward, name, matches(self.denoiser.forward()))
 
-    def _ours(self, reference: Observation, steady: bool, matches: Callable[[torch.Tensor], bool]) -> Lane:
-        self.switch.to(OURS)
-        handle = self.switch.handle
-        if handle is None:
-            raise RuntimeError("expected the model to be applied")
+    def _ours(
+        self, reference: Observation, steady: bool, matches: Callable[[torch.Tensor], bool], state: str = OURS
+    ) -> Lane:
+        self.switch.to(state)
+        handle = self.switch.handles[state]
         self.denoiser.forward()  # first sight: every signature runs both ways and is compared
         first = Calls.of(handle)
         seen = observe(self.denoiser, 0)
         calls = Calls.of(handle).since(first)
         why = "".join(f"; {reason} ({count})" for reason, count in calls.reasons.items())
-        self.outcome.notes.append(f"ours: {calls.fused} calls fused, {calls.eager} eager in one forward{why}")
+        self.outcome.notes.append(f"{state}: {calls.fused} calls fused, {calls.eager} eager in one forward{why}")
         good = steady and same(seen, reference)
-        if steady and not good:
+        if steady and not good and state in (self.schema.claims or ()):
             blocks = denoisers.share(seen.blocks, reference.blocks)
-            self.outcome.notes.append(f"ours: bits DIFFER from eager's; {blocks} blocks are equal")
-        return Lane(self.denoiser.forward, OURS, good, lambda: matches(self.denoiser.forward()))
+            self.outcome.notes.append(f"{state}: bits DIFFER from eager's; {blocks} blocks are equal")
+        return Lane(self.denoiser.forward, state, good, lambda: matches(self.denoiser.forward()))
 
     def _graph(self, state: str, matches: Callable[[torch.Tensor], bool]) -> Lane:
         self.switch.to(state)
@@ -282,7 +306,7 @@ class Contest:
             replay()
             return matches(output)
 
-        return Lane(replay, None, replayed(), replayed if state == OURS else None)
+        return Lane(replay, None, replayed(), replayed if state in (self.schema.claims or ()) else None)
 
     def _floor(self) -> Lane:
         self.switch.to(EAGER)
@@ -333,7 +357,7 @@ class Contest:
 
     def time(self, rounds: int) -> dict[str, float]:
         """Median ms of every variant, in turns; then those that claim bits are compared once more."""
-        claims = evidence.MODELS.claims or ()
+        claims = self.schema.claims or ()
         timed = {name: lane for name, lane in self.lanes.items() if lane.bits_equal or name not in claims}
         taken = interleaved_ms(
             {name: lane.body for name, lane in timed.items()},

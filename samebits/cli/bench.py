@@ -11,19 +11,21 @@ import click
 from samebits.cli._bench import COMMIT, JSON, OUT, leave, on_gpu, report
 from samebits.cli._bench_models import models
 from samebits.cli._bench_pipeline import pipeline
+from samebits.cli._bench_quant import quant
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def bench() -> None:
     """Measure on an NVIDIA GPU: bits first, and a time of ours only where they are equal.
 
-    Exit code 0: all bits equal. 1: some differ, or a case failed. 2: usage, or no GPU. Without a GPU, models and
-    pipeline run tiny models and say that the figures mean nothing.
+    Exit code 0: all bits equal. 1: some differ, or a case failed. 2: usage, or no GPU. Without a GPU, models,
+    pipeline and quant run tiny models and say that the figures mean nothing.
     """
 
 
 bench.add_command(models)
 bench.add_command(pipeline)
+bench.add_command(quant)
 
 
 @bench.command()

@@ -201,7 +201,7 @@ def test_a_switch_goes_through_every_state_and_leaves_no_trace(denoiser: Denoise
         found = set(traces(denoiser.model))
         assert found == {"compile": {"_compiled_call_impl"}, "ours": {"forward"}, "eager": set()}[state], state
         assert bits.compare(denoiser.forward(), expected) is None, state
-        now = switch.handle.report() if switch.handle is not None else None
+        now = switch.handles["ours"].report() if switch.handles else None
         counted = 0 if now is None else sum(row.fused + row.eager for row in now.rows)
         assert (counted > fused) == (state == "ours"), "samebits must answer in its own state only"
         fused = counted
