@@ -1,7 +1,8 @@
 """How far two runs' outputs lie apart, where bits may move: relative error, PSNR, and SSIM of latents as pictures.
 
-SSIM is that of Wang et al. (2004), as image libraries compute it: a Gaussian window of 11 x 11 with a standard
-deviation of 1.5, K1 = 0.01, K2 = 0.03, windows inside the picture only. Everything is computed in fp64 on the CPU.
+SSIM is that of Wang et al. (2004) with the choices of torchmetrics, so that figures of latents and of pictures go
+together: a Gaussian window of 11 x 11 with a standard deviation of 1.5, K1 = 0.01, K2 = 0.03, pictures continued by
+reflection. Everything is computed in fp64 on the CPU.
 """
 
 from __future__ import annotations
@@ -40,12 +41,16 @@ def ssim(found: Tensor, expected: Tensor) -> float | None:
     Returns
     -------
     float or None
-        1.0 for equal pictures; ``None`` where no window of 11 x 11 fits inside.
+        1.0 for equal pictures; ``None`` where a picture is too small to be continued by reflection: a side below 6.
     """
-    if min(expected.shape[-2:]) < _WINDOW:
+    rim = _WINDOW // 2
+    if min(expected.shape[-2:]) <= rim:
         return None
-    a, b = (_wide(picture).reshape(-1, 1, *picture.shape[-2:]) for picture in (found, expected))
-    offsets = torch.arange(_WINDOW, dtype=torch.float64) - _WINDOW // 2
+    a, b = (
+        F.pad(_wide(picture).reshape(-1, 1, *picture.shape[-2:]), (rim, rim, rim, rim), mode="reflect")
+        for picture in (found, expected)
+    )
+    offsets = torch.arange(_WINDOW, dtype=torch.float64) - rim
     line = torch.exp(-(offsets**2) / (2 * _SIGMA**2))
     window = torch.outer(line, line) / line.sum() ** 2
 

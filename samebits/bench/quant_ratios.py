@@ -17,8 +17,9 @@ RATIOS = (
 BIASES = {"qwen-image": 240}
 """By model: how many biases a forward can absorb. Four in each block: both attention outputs, both MLP outputs."""
 
-HEADS = ("model", "size", "batch", "variant", "ms", "of unfused", "bits", "launches")
-HEADS += ("GEMMs", "attentions", "others", "GEMM ms", "attention ms", "other ms")
+_COUNTS = ("launches", "GEMMs", "attentions", "others")
+_SPENT = ("GEMM ms", "attention ms", "other ms")
+HEADS = ("model", "size", "batch", "variant", "ms", "of unfused", "bits", *_COUNTS, *_SPENT)
 MOVED = (
     ("biases absorbed", "biases_absorbed", "{:.0f}"),
     ("output, relative error", "output_relative_error", "{:.2e}"),
