@@ -164,7 +164,7 @@ def test_rows_of_a_run_without_graphs(denoiser: Denoiser, bench: Bench, applied:
         assert row["bits_equal"] is True
     assert applied.asked == [{}, {"contract": "measured", "on_trial": True}]
     told = "\n".join(outcome.notes)
-    assert re.search(r"^fp8_fused: [1-9]\d* calls fused, 0 eager in one forward", told, re.MULTILINE)
+    assert re.search(r"^fp8_fused: [1-9]\d* calls fused, ", told, re.MULTILINE)
     assert re.search(r"^fp8_absorbed: [1-9]\d* calls fused, ", told, re.MULTILINE)
     assert traces(denoiser.model) == []
     assert quant.good(outcome)
