@@ -25,13 +25,13 @@ from samebits.proof.workshop import Workshop
 
 ROWS, QUICK_ROWS = 100_000_000, 1_000_000
 """Random rows for each op and element type."""
-WIDE_SHARE = 0.3
+WIDE_SHARE = 0.25
 """How many of them are as wide as the families' rows; the others are narrow, where a row costs little."""
-SECONDS, QUICK_SECONDS = 6.0, 0.5
+SECONDS, QUICK_SECONDS = 5.0, 0.5
 """The most that one kind of random rows may take; the record says how many rows there were."""
 CPU_ROWS = 200
 LIBRARY_DRAWS = 4
-DRAWS, QUICK_DRAWS = 32, 8
+DRAWS, QUICK_DRAWS = 16, 8
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many tasks are done, and how many there are."""
@@ -179,10 +179,16 @@ class Run:
         def run() -> Outcome:
             return rows.adversarial(op, form, dtype, shape, variant, self.device, draws)
 
-        def warm() -> object:
-            return rows.Call(op, form.build(Inputs(dtype, self.device), shape.rows, shape.width, variant))
+        yield self._task(
+            *(op, dtype, "adversarial rows", _where(shape, variant), "adversarial", run),
+            partial(self._prepare, op, dtype, variant, shape),
+        )
 
-        yield self._task(op, dtype, "adversarial rows", _where(shape, variant), "adversarial", run, warm)
+    def _prepare(self, op: Op, dtype: torch.dtype, variant: str, shape: Shape) -> None:
+        """Compile for a whole call."""
+        args = FORMS[op.name].build(Inputs(dtype, self.device), shape.rows, shape.width, variant)
+        if op.unsupported(*args) is None:
+            op.prepare(*args)
 
     def _random(self, op: Op, dtype: torch.dtype, variant: str, shape: Shape, wanted: int) -> Iterator[Task]:
         form = FORMS[op.name]
@@ -193,7 +199,10 @@ class Run:
         def run() -> Outcome:
             return rows.random(op, form, dtype, shape, variant, self.device, wanted, limit)
 
-        yield self._task(op, dtype, "random rows", _where(shape, variant), "random", run)
+        yield self._task(
+            *(op, dtype, "random rows", _where(shape, variant), "random", run),
+            partial(self._prepare, op, dtype, variant, shape),
+        )
 
     def _task(
         self,
