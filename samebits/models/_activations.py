@@ -6,6 +6,8 @@ The feed-forward's own forward stays: it calls the activation, its dropout and t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +17,12 @@ from torch import nn
 from samebits.models._family import Function, Line, Replacement, source, unwrapped
 
 
-def _write_gelu(gelu: GELU, original: Function, lines: Mapping[str, Line]) -> Function:
+def _write_gelu(
+    known: dict[nn.Module, Line] | None, gelu: GELU, original: Function, lines: Mapping[str, Line]
+) -> Function:
     (line,) = lines.values()
+    if known is not None:
+        known[gelu] = line
 
     def why_not() -> str | None:
         if "gelu" in gelu.__dict__:
@@ -41,16 +47,19 @@ GELU_TANH = Replacement(
         source(GELU, "gelu", "d203f2720ee05f3537bcbfccd4ac5ee5b2362a01445bd34f95543c9d94d98115"),
     ),
     sites=(("", "gelu_tanh"),),
-    write=_write_gelu,
+    write=partial(_write_gelu, None),
 )
 
 
-def activation_of(path: str, feed_forward: nn.Module) -> tuple[str, nn.Module, Replacement]:
-    """The place of diffusers' feed-forward at ``path`` where its activation stands.
+def activation_of(
+    path: str, feed_forward: nn.Module, known: dict[nn.Module, Line] | None = None
+) -> tuple[str, nn.Module, Replacement]:
+    """The place of diffusers' feed-forward at ``path`` where its activation stands; ``known`` is told its site.
 
     Somebody's own feed-forward is given back itself: it is no GELU, and the report says so.
     """
+    replacement = replace(GELU_TANH, write=partial(_write_gelu, known))
     net = getattr(unwrapped(feed_forward), "net", None)
     if isinstance(net, nn.ModuleList) and len(net):
-        return f"{path}.net.0", net[0], GELU_TANH
-    return path, feed_forward, GELU_TANH
+        return f"{path}.net.0", net[0], replacement
+    return path, feed_forward, replacement

@@ -49,7 +49,8 @@ class Ahead:
     modulation : object
         What the next block's modulation made of ``inputs``.
     streams : dict of str to tuple
-        By the name of a residual stream: the stream, as it left the block, its modulated norm and that one's version.
+        By the name of a residual stream: the stream, as it left the block, its modulated norm, that one's version, and
+        the scale that it was quantised with.
     """
 
     __slots__ = ("inputs", "lane", "modulation", "number", "streams")
@@ -66,15 +67,19 @@ class Ahead:
         self.lane = lane
         self.inputs = [Unwritten(tensor) for tensor in inputs]
         self.modulation = modulation
-        self.streams: dict[str, tuple[Unwritten, Tensor, int]] = {}
+        self.streams: dict[str, tuple[Unwritten, Tensor, int, Tensor | None]] = {}
 
-    def stream(self, name: str, stream: Tensor) -> Tensor | None:
-        """The modulated norm of ``stream``, or ``None`` where it is another tensor than the one that was normed."""
+    def stream(self, name: str, stream: Tensor, scale: Tensor | None = None) -> Tensor | None:
+        """The modulated norm of ``stream``, quantised with ``scale``.
+
+        ``None`` where it is another tensor than the one that was normed, or wanted with another scale.
+        """
         found = self.streams.get(name)
         if found is None:
             return None
-        was, modulated, version = found
-        return modulated if was.is_still(stream) and modulated._version == version else None
+        was, modulated, version, quantised_with = found
+        held = was.is_still(stream) and modulated._version == version and quantised_with is scale
+        return modulated if held else None
 
 
 @dataclass
@@ -165,9 +170,9 @@ class LookAhead:
         self._known = Ahead(number, lane, inputs, modulation, self._forget)
         return self._known
 
-    def put(self, ahead: Ahead, name: str, stream: Tensor, modulated: Tensor) -> None:
+    def put(self, ahead: Ahead, name: str, stream: Tensor, modulated: Tensor, scale: Tensor | None = None) -> None:
         """Keep the modulated norm of a stream until the next block takes it or the stream is gone."""
-        ahead.streams[name] = Unwritten(stream, self._forget), modulated, modulated._version
+        ahead.streams[name] = Unwritten(stream, self._forget), modulated, modulated._version, scale
 
     def _forget(self, stream: weakref.ref[Tensor]) -> None:
         known = self._known

@@ -176,8 +176,10 @@ class Family:
 
     name: str
     model: type[nn.Module]
-    places: Callable[[Any], Iterator[tuple[str, nn.Module, Replacement]]]
-    """``places(model)`` yields path, module and replacement, block by block."""
+    places: Callable[..., Iterator[tuple[str, nn.Module, Replacement]]]
+    """``places(model)`` yields path, module and replacement, block by block.
+
+    ``places(model, rounding)`` with ``"eager"`` or ``"fma"`` also has the sites that take in a linear's bias late."""
 
 
 def unwrapped(module: Any) -> Any:

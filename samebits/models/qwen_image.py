@@ -7,6 +7,7 @@ line. Modulation vectors come as (shift, scale, gate) in the blocks and as (scal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from samebits.models._activations import activation_of
 from samebits.models._ahead import LookAhead, may_run_early
-from samebits.models._family import Family, Function, Line, Replacement, source, unwrapped
+from samebits.models._family import Family, Function, Line, Replacement, calls_only_forward, source, unwrapped
 from samebits.models._norms import (
     ATTENTION_SOURCE,
     CHANGED,
@@ -34,7 +35,17 @@ from samebits.models._norms import (
     why_not_weights,
 )
 from samebits.models._packed import Projections, SideBySide
+from samebits.models._quantized import (
+    Inner,
+    Parts,
+    QuantizedFeedForward,
+    SharedScale,
+    as_input,
+    is_placed,
+    may_quantise,
+)
 from samebits.models._shared_silu import SharedSilu, is_silu_and_one_more
+from samebits.quant.deferred import Deferrals, DeferredBias, why_not_defer
 
 Block = theirs.QwenImageTransformerBlock
 Processor = theirs.QwenDoubleStreamAttnProcessor2_0
@@ -62,42 +73,72 @@ def _per_token(vector: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor
 
 
 def _norm(
-    line: Line, block: Any, name: str, x: torch.Tensor, params: torch.Tensor, vectors: Vectors, index: Any = None
-) -> torch.Tensor:
-    """``block._modulate(norm(x), first half of params, index)`` as one site."""
+    line: Line,
+    block: Any,
+    name: str,
+    x: torch.Tensor,
+    params: torch.Tensor,
+    vectors: Vectors,
+    index: Any = None,
+    input_scale: torch.Tensor | None = None,
+) -> Any:
+    """``block._modulate(norm(x), first half of params, index)`` as one site, quantised where a scale is given."""
     norm = getattr(block, name)
     if not is_plain_layer_norm(norm, x.shape[-1]):
         line.declined[why_not_layer_norm(name, norm, x.shape[-1]) or CHANGED] += 1
         modulated: torch.Tensor = block._modulate(norm(x), params.chunk(2, dim=-1)[0], index)[0]
         return modulated
     shift, scale = vectors[:2]
+    if input_scale is not None:
+        return as_input(line.site(x, scale, shift, norm.eps, index, input_scale), input_scale, x)
     arguments = (x, scale, shift, norm.eps) if index is None else (x, scale, shift, norm.eps, index)
-    result: torch.Tensor = line.site(*arguments)
-    return result
+    return line.site(*arguments)
+
+
+@dataclass(frozen=True)
+class Late:
+    """How a block adds a bias that a linear left behind: the sites that take it in, by name, and the rounding."""
+
+    lines: Mapping[str, Line]
+    native_fma: bool
 
 
 def _residual_norm(
     line: Line,
+    late: Late | None,
     block: Any,
     name: str,
     x: torch.Tensor,
-    branch: torch.Tensor,
+    branch: Any,
     params: torch.Tensor,
     vectors: Vectors,
     index: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    input_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Any]:
     """``x + gate * branch`` and ``block._modulate(norm(that), second half of params, index)`` as one site."""
     norm = getattr(block, name)
     _, _, gate, shift, scale, _ = vectors
     if not is_plain_layer_norm(norm, x.shape[-1]):
         line.declined[why_not_layer_norm(name, norm, x.shape[-1]) or CHANGED] += 1
-        x = x + _per_token(gate, index) * branch
+        x = x + _per_token(gate, index) * _with_bias(branch)
         return x, block._modulate(norm(x), params.chunk(2, dim=-1)[1], index)[0]
-    if index is None:
-        x, modulated = line.site(x, gate, branch, scale, shift, norm.eps)
+    if isinstance(branch, DeferredBias) and late is not None:
+        y, bias = branch.take()
+        arguments: tuple[Any, ...] = (x, gate, y, bias, scale, shift, norm.eps, late.native_fma, False, index)
+        x, modulated = late.lines[f"{name}_bias"].site(*arguments, input_scale)
+    elif input_scale is not None:
+        x, modulated = line.site(x, gate, _with_bias(branch), scale, shift, norm.eps, False, index, input_scale)
+    elif index is None:
+        x, modulated = line.site(x, gate, _with_bias(branch), scale, shift, norm.eps)
     else:
-        x, modulated = line.site(x, gate, branch, scale, shift, norm.eps, False, index)
-    return x, modulated
+        x, modulated = line.site(x, gate, _with_bias(branch), scale, shift, norm.eps, False, index)
+    return x, as_input(modulated, input_scale, x)
+
+
+def _with_bias(branch: Any) -> torch.Tensor:
+    """The branch as a tensor: a bias that nobody takes in is added here."""
+    result: torch.Tensor = branch.add() if isinstance(branch, DeferredBias) else branch
+    return result
 
 
 def _is_clipped(x: torch.Tensor, gate: torch.Tensor, branch: torch.Tensor) -> bool:
@@ -105,8 +146,22 @@ def _is_clipped(x: torch.Tensor, gate: torch.Tensor, branch: torch.Tensor) -> bo
     return torch.float16 == x.dtype == gate.dtype == branch.dtype
 
 
-def _residual(line: Line, x: torch.Tensor, gate: torch.Tensor, branch: torch.Tensor, index: Any = None) -> torch.Tensor:
+def _residual(
+    line: Line,
+    late: Late | None,
+    name: str,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    branch: Any,
+    index: Any = None,
+) -> torch.Tensor:
     """``x + gate * branch``, in fp16 with the clip that ends a block, as one site."""
+    if isinstance(branch, DeferredBias) and late is not None:
+        y, bias = branch.take()
+        clip = _is_clipped(x, gate, y)
+        late_result: torch.Tensor = late.lines[f"{name}_bias"].site(x, gate, y, bias, late.native_fma, clip, index)
+        return late_result
+    branch = _with_bias(branch)
     clip = _is_clipped(x, gate, branch)
     if index is not None:
         arguments: tuple[Any, ...] = (x, gate, branch, clip, index)
@@ -118,16 +173,29 @@ def _residual(line: Line, x: torch.Tensor, gate: torch.Tensor, branch: torch.Ten
 
 def _residual_next_norm(
     line: Line,
+    late: Late | None,
+    name: str,
     x: torch.Tensor,
     gate: torch.Tensor,
-    branch: torch.Tensor,
+    branch: Any,
     params: torch.Tensor,
     eps: float,
     index: Any = None,
+    input_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``_residual`` and then ``_norm`` of the next block, whose modulation ``params`` is, as one site."""
     shift, scale = params.chunk(6, dim=-1)[:2]
-    x, modulated = line.site(x, gate, branch, scale, shift, eps, _is_clipped(x, gate, branch), index)
+    if isinstance(branch, DeferredBias) and late is not None:
+        y, bias = branch.take()
+        arguments: tuple[Any, ...] = (x, gate, y, bias, scale, shift, eps, late.native_fma, _is_clipped(x, gate, y))
+        x, modulated = late.lines[f"{name}_bias"].site(*arguments, index, input_scale)
+        return x, modulated
+    branch = _with_bias(branch)
+    clip = _is_clipped(x, gate, branch)
+    if input_scale is None:
+        x, modulated = line.site(x, gate, branch, scale, shift, eps, clip, index)
+    else:
+        x, modulated = line.site(x, gate, branch, scale, shift, eps, clip, index, input_scale)
     return x, modulated
 
 
@@ -158,12 +226,45 @@ def _why_not_modulate(block: Any) -> str | None:
     return None
 
 
+class AttentionScales:
+    """The numbers that the inputs of a block's attention may be quantised with, once for all of its projections."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._image, self._text = SharedScale(), SharedScale()
+
+    def of(
+        self, block: Any, arguments: dict[str, Any], width: int
+    ) -> tuple[Inner | None, torch.Tensor | None, torch.Tensor | None]:
+        """The attention's own lines if they may be called past the module, and the scales of its two inputs."""
+        attn = block.attn
+        inner = self._parts.attentions.get(attn)
+        if inner is None or not may_quantise() or not is_placed(attn) or not inner.ready(arguments):
+            return None, None, None
+        image = self._image.of([attn.to_q, attn.to_k, attn.to_v])
+        text = self._text.of([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj])
+        # A norm that is not plain gives a tensor.
+        image = image if is_plain_layer_norm(block.img_norm1, width) else None
+        text = text if is_plain_layer_norm(block.txt_norm1, width) else None
+        return inner, image, text
+
+
 def _write_block(
-    number: int, shared: SharedSilu, look: LookAhead, block: Any, original: Function, lines: Mapping[str, Line]
+    number: int,
+    shared: SharedSilu,
+    look: LookAhead,
+    parts: Parts,
+    rounding: str | None,
+    block: Any,
+    original: Function,
+    lines: Mapping[str, Line],
 ) -> Function:
     img_norm1, img_norm2, img_residual = (lines[f"img_{name}"] for name in ("norm1", "norm2", "residual"))
     txt_norm1, txt_norm2, txt_residual = (lines[f"txt_{name}"] for name in ("norm1", "norm2", "residual"))
     img_next, txt_next = lines.get("img_next_norm1"), lines.get("txt_next_norm1")
+    late = None if rounding is None else Late(lines, rounding == "fma")
+    img_mlp, txt_mlp = QuantizedFeedForward(parts, block.img_mlp), QuantizedFeedForward(parts, block.txt_mlp)
+    scales, next_scales = AttentionScales(parts), AttentionScales(parts)
     look.add(number, block)
 
     def forward(
@@ -193,45 +294,83 @@ def _write_block(
         img_params, txt_params = _modulation(block, number, shared, temb) if ahead is None else ahead.modulation
         # shift, scale and gate around the attention, then around the MLP
         img, txt = img_params.chunk(6, dim=-1), txt_params.chunk(6, dim=-1)
-        img_normed = txt_normed = None
-        if ahead is not None:
-            img_normed, txt_normed = ahead.stream("img", x), ahead.stream("txt", text)
-            look.settle(number, img_normed is not None and txt_normed is not None)
-        if img_normed is None:
-            img_normed = _norm(img_norm1, block, "img_norm1", x, img_params, img, index)
-        if txt_normed is None:
-            txt_normed = _norm(txt_norm1, block, "txt_norm1", text, txt_params, txt)
-
-        img_attention, txt_attention = block.attn(
-            hidden_states=img_normed,
-            encoder_hidden_states=txt_normed,
-            encoder_hidden_states_mask=encoder_hidden_states_mask,
-            image_rotary_emb=image_rotary_emb,
+        attention_arguments = {
+            "encoder_hidden_states_mask": encoder_hidden_states_mask,
+            "image_rotary_emb": image_rotary_emb,
             **(joint_attention_kwargs or {}),
-        )
-        del img_normed, txt_normed
-        following, ahead = look.following(number, block, x), None
-        if following is not None and _first_lines_may_run_early(following, temb, x.shape[-1]):
-            params = _modulation(following, number + 1, shared, temb)
-            ahead = look.begin(number + 1, _sources(following, temb, index), params, x.device)
+        }
+        plain = may_quantise()
+        attention, img_scale, txt_scale = scales.of(block, attention_arguments, x.shape[-1])
+        img_normed: Any = None
+        txt_normed: Any = None
+        if ahead is not None:
+            img_normed, txt_normed = ahead.stream("img", x, img_scale), ahead.stream("txt", text, txt_scale)
+            look.settle(number, img_normed is not None and txt_normed is not None)
+            img_normed = None if img_normed is None else as_input(img_normed, img_scale, x)
+            txt_normed = None if txt_normed is None else as_input(txt_normed, txt_scale, text)
+        if img_normed is None:
+            img_normed = _norm(img_norm1, block, "img_norm1", x, img_params, img, index, img_scale)
+        if txt_normed is None:
+            txt_normed = _norm(txt_norm1, block, "txt_norm1", text, txt_params, txt, None, txt_scale)
 
-        x, modulated = _residual_norm(img_norm2, block, "img_norm2", x, img_attention, img_params, img, index)
-        branch = block.img_mlp(modulated)
-        if ahead is None or img_next is None:
-            x = _residual(img_residual, x, img[5], branch, index)
-        else:
-            eps = following.img_norm1.eps
-            x, modulated = _residual_next_norm(img_next, x, img[5], branch, ahead.modulation[0], eps, index)
-            look.put(ahead, "img", x, modulated)
+        with Deferrals() as made:
+            deferrals = None if late is None or attention is None or not plain else made
+            streams = {"hidden_states": img_normed, "encoder_hidden_states": txt_normed}
+            if (img_scale is None and txt_scale is None and deferrals is None) or attention is None:
+                img_attention, txt_attention = block.attn(**streams, **attention_arguments)
+            else:
+                img_attention, txt_attention = attention.forward(**streams, **attention_arguments, deferrals=deferrals)
+            del img_normed, txt_normed, streams
+            following, ahead = look.following(number, block, x), None
+            next_img_scale = next_txt_scale = None
+            if following is not None and _first_lines_may_run_early(following, temb, x.shape[-1]):
+                params = _modulation(following, number + 1, shared, temb)
+                ahead = look.begin(number + 1, _sources(following, temb, index), params, x.device)
+                _, next_img_scale, next_txt_scale = next_scales.of(following, attention_arguments, x.shape[-1])
 
-        text, modulated = _residual_norm(txt_norm2, block, "txt_norm2", text, txt_attention, txt_params, txt)
-        branch = block.txt_mlp(modulated)
-        if ahead is None or txt_next is None:
-            text = _residual(txt_residual, text, txt[5], branch)
-        else:
-            eps = following.txt_norm1.eps
-            text, modulated = _residual_next_norm(txt_next, text, txt[5], branch, ahead.modulation[1], eps)
-            look.put(ahead, "txt", text, modulated)
+            img_mlp_scale = img_mlp.scale() if plain else None
+            x, modulated = _residual_norm(
+                img_norm2, late, block, "img_norm2", x, img_attention, img_params, img, index, img_mlp_scale
+            )
+            branch = img_mlp(modulated, deferrals, "img_mlp")
+            if ahead is None or img_next is None:
+                x = _residual(img_residual, late, "img_residual", x, img[5], branch, index)
+            else:
+                x, modulated = _residual_next_norm(
+                    img_next,
+                    late,
+                    "img_next_norm1",
+                    x,
+                    img[5],
+                    branch,
+                    ahead.modulation[0],
+                    following.img_norm1.eps,
+                    index,
+                    next_img_scale,
+                )
+                look.put(ahead, "img", x, modulated, next_img_scale)
+
+            txt_mlp_scale = txt_mlp.scale() if plain else None
+            text, modulated = _residual_norm(
+                txt_norm2, late, block, "txt_norm2", text, txt_attention, txt_params, txt, None, txt_mlp_scale
+            )
+            branch = txt_mlp(modulated, deferrals, "txt_mlp")
+            if ahead is None or txt_next is None:
+                text = _residual(txt_residual, late, "txt_residual", text, txt[5], branch)
+            else:
+                text, modulated = _residual_next_norm(
+                    txt_next,
+                    late,
+                    "txt_next_norm1",
+                    text,
+                    txt[5],
+                    branch,
+                    ahead.modulation[1],
+                    following.txt_norm1.eps,
+                    None,
+                    next_txt_scale,
+                )
+                look.put(ahead, "txt", text, modulated, next_txt_scale)
         return text, x
 
     def why_not(name: str) -> str | None:
@@ -252,7 +391,7 @@ _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 _PROCESSOR_TAKES = {"encoder_hidden_states_mask", "image_rotary_emb"}
 
 
-def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -> Function:
+def _write_attention(parts: Parts, attn: Any, original: Function, lines: Mapping[str, Line]) -> Function:
     line = lines["qk"]
     # The weights stay where they are: joined with those of query and key they are slower for the image's many rows.
     join_values = Projections(lines["values"], SideBySide(attn, ("to_v",)), SideBySide(attn, ("add_v_proj",)))
@@ -267,6 +406,8 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        *,
+        deferrals: Deferrals | None = None,
         **kwargs: Any,
     ) -> Any:
         processor, text = attn.processor, encoder_hidden_states
@@ -294,14 +435,15 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
             )
         mask = kwargs.get("encoder_hidden_states_mask")
         if mask is not None:
-            image_mask = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
+            image = hidden_states if isinstance(hidden_states, torch.Tensor) else hidden_states.values
+            image_mask = torch.ones(image.shape[:2], dtype=torch.bool, device=image.device)
             attention_mask = torch.cat([mask, image_mask], dim=1)[:, None, None, :]
 
         # The head count is left to unflatten: under tensor parallelism a rank holds a part of the heads.
         heads = (-1, attn.inner_dim // attn.heads)
         weights, eps = norms
         image_table, text_table = tables
-        value = join_values(hidden_states, text)
+        value = join_values(hidden_states, text) if may_join(hidden_states, text) else None
         apart = value is None
         query, key, *joined = line.site(
             attn.to_q(hidden_states).unflatten(-1, heads),
@@ -330,15 +472,46 @@ def _write_attention(attn: Any, original: Function, lines: Mapping[str, Line]) -
             parallel_config=processor._parallel_config,
         )
         joint = joint.flatten(2, 3).to(query.dtype)
-        tokens = text.shape[1]
-        img_output = attn.to_out[0](joint[:, tokens:, :].contiguous())
-        if len(attn.to_out) > 1:
+        tokens = (text if isinstance(text, torch.Tensor) else text.values).shape[1]
+        image_part, text_part = joint[:, tokens:, :].contiguous(), joint[:, :tokens, :].contiguous()
+        img_output = _output(attn.to_out[0], image_part, deferrals if _drops_nothing(attn.to_out) else None, "to_out")
+        if len(attn.to_out) > 1 and not isinstance(img_output, DeferredBias):
             img_output = attn.to_out[1](img_output)  # dropout
-        return img_output, attn.to_add_out(joint[:, :tokens, :].contiguous())
+        return img_output, _output(attn.to_add_out, text_part, deferrals, "to_add_out")
+
+    def ready(kwargs: dict[str, Any]) -> bool:
+        """Whether ``forward`` answers such a call with its own lines."""
+        return (
+            type(attn.processor) is Processor
+            and kwargs.keys() <= _PROCESSOR_TAKES
+            and theirs.apply_rotary_emb_qwen is rope
+            and _are_two_tables(kwargs.get("image_rotary_emb"))
+            and plain_weights(attn, _NORMS) is not None
+        )
+
+    parts.attentions[attn] = Inner(ready, forward)
 
     line.watch = why_not
     lines["values"].watch = lambda: why_not() or join_values.why_not()
     return forward
+
+
+def may_join(*inputs: Any) -> bool:
+    """Whether these are tensors: of what is quantised already no plain products are joined."""
+    return all(isinstance(value, torch.Tensor) for value in inputs)
+
+
+def _drops_nothing(to_out: Any) -> bool:
+    """Whether what follows the first linear hands its input on, so that a bias may come after it."""
+    rest = list(to_out)[1:]
+    return all(type(part) is nn.Dropout and not part.training and calls_only_forward(part.__dict__) for part in rest)
+
+
+def _output(linear: Any, x: torch.Tensor, deferrals: Deferrals | None, name: str) -> Any:
+    """``linear(x)``, or its product without the bias where that is to be added later."""
+    if deferrals is None or why_not_defer(linear) is not None:
+        return linear(x)
+    return deferrals.defer(linear, x, name)
 
 
 def _are_two_tables(tables: Any) -> TypeGuard[Sequence[torch.Tensor]]:
@@ -391,7 +564,7 @@ ATTENTION = Replacement(
         RMS_NORM_SOURCE,
     ),
     sites=(("values", "joint_projection"), ("qk", "qk_norm_rope")),
-    write=_write_attention,
+    write=partial(_write_attention, Parts()),
 )
 
 NORM_OUT = Replacement(
@@ -405,16 +578,28 @@ NORM_OUT = Replacement(
 )
 
 
-def _places(model: Any) -> Iterator[tuple[str, nn.Module, Replacement]]:
-    shared, look = SharedSilu(), LookAhead()
+_LATE = tuple(
+    (f"{stream}_{name}_bias", op)
+    for stream in ("img", "txt")
+    for name, op in (("norm2", "bias_gated_residual_norm_modulate"), ("residual", "bias_gated_residual"))
+)
+_LATE_ACROSS = tuple((f"{name}_bias", "bias_gated_residual_norm_modulate") for name, _ in _ACROSS_BLOCKS)
+
+
+def _places(model: Any, rounding: str | None = None) -> Iterator[tuple[str, nn.Module, Replacement]]:
+    shared, look, parts = SharedSilu(), LookAhead(), Parts()
     yield "txt_norm", model.txt_norm, RMS_NORM
     for number, wrapped in enumerate(model.transformer_blocks):
         block, path = unwrapped(wrapped), f"transformer_blocks.{number}"
-        sites = _BLOCK_SITES + (_ACROSS_BLOCKS if number + 1 < len(model.transformer_blocks) else ())
-        yield path, block, Replacement(Block, _BLOCK_SOURCES, sites, partial(_write_block, number, shared, look))
-        yield f"{path}.attn", block.attn, ATTENTION
+        is_last = number + 1 == len(model.transformer_blocks)
+        sites = _BLOCK_SITES + (() if is_last else _ACROSS_BLOCKS)
+        if rounding is not None:
+            sites += _LATE + (() if is_last else _LATE_ACROSS)
+        write = partial(_write_block, number, shared, look, parts, rounding)
+        yield path, block, Replacement(Block, _BLOCK_SOURCES, sites, write)
+        yield f"{path}.attn", block.attn, replace(ATTENTION, write=partial(_write_attention, parts))
         for name in ("img_mlp", "txt_mlp"):
-            yield activation_of(f"{path}.{name}", getattr(block, name))
+            yield activation_of(f"{path}.{name}", getattr(block, name), parts.gelus)
     yield "norm_out", model.norm_out, NORM_OUT
 
 

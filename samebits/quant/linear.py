@@ -103,6 +103,30 @@ class QuantizedLinear(nn.Linear):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.runs_as()}"
 
 
+class Quantizer:
+    """What quantises a linear's input in place of the eager chain, with the same bits. A copy of the linear has none.
+
+    Parameters
+    ----------
+    quantize : callable
+        ``quantize(x, scale)`` returns what :func:`quantize_fp8` does.
+    owner : object
+        Whoever placed it.
+    """
+
+    __slots__ = ("owner", "quantize")
+
+    def __init__(self, quantize: Callable[[Tensor, Tensor], Tensor], owner: object) -> None:
+        self.quantize = quantize
+        self.owner = owner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 class Fp8Linear(QuantizedLinear):
     """A linear in FP8: weights of ``float8_e4m3fn``, activations quantised on the way in (W8A8).
 
@@ -201,7 +225,10 @@ class Fp8Linear(QuantizedLinear):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         scale = dynamic_scale(x, self.per_token) if self.input_scale is None else self.input_scale
-        return QuantizedInput(quantize_fp8(x, scale), scale, x.dtype)
+        placed: Quantizer | None = self.__dict__.get("_quantizer")
+        if placed is None or scale.ndim or torch.compiler.is_compiling():
+            return QuantizedInput(quantize_fp8(x, scale), scale, x.dtype)
+        return QuantizedInput(placed.quantize(x, scale), scale, x.dtype)
 
     def forward(self, x: Tensor | QuantizedInput) -> Tensor:
         """Multiply ``x``, ``(..., K)`` of any strides or quantised already. Returns ``(..., N)``, contiguous."""

@@ -1,0 +1,152 @@
+"""Where an activation is quantised already when a linear gets it: by the kernel before it, once for all who share it.
+
+A quantised linear quantises its own input. Where the kernel before it is ours, it can do that on its way out, so the
+linear is handed a ``QuantizedInput`` instead of a tensor. That is no tensor, so it may only pass through modules that
+are known to pass it on: the block calls past the modules in between, and only while nothing is hooked onto them. And
+linears that share an input may share its quantisation only where their scales are the same number, which is looked up
+once and then held to by identity and torch's count of writes.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers.models.attention import FeedForward
+from torch import Tensor, nn
+
+from samebits import capture
+from samebits.models._ahead import Unwritten
+from samebits.models._family import Line, calls_only_forward, source
+from samebits.quant.deferred import Deferrals, DeferredBias, why_not_defer
+from samebits.quant.linear import Fp8Linear, QuantizedInput
+
+FEED_FORWARD_SOURCE = source(FeedForward, "forward", "dae2c9f53987c25ad38cacbeafb54bd72d4b780ab9772413b559a0a94c3c7058")
+
+
+def input_scale_of(linear: Any) -> Tensor | None:
+    """The number with which the linear quantises its input, where it is plain and knows it ahead."""
+    if type(linear) is not Fp8Linear or not calls_only_forward(linear.__dict__):
+        return None
+    scale = linear._buffers.get("input_scale")
+    return scale if scale is not None and scale.dim() == 0 else None
+
+
+class SharedScale:
+    """The input scale of linears that read one activation, or ``None`` while they cannot share its quantisation."""
+
+    def __init__(self) -> None:
+        self._seen: list[Unwritten] = []
+        self._same = False
+
+    def of(self, linears: Sequence[Any]) -> Tensor | None:
+        """The scale of all ``linears``. Comparing them waits for the device, once."""
+        scales = [input_scale_of(linear) for linear in linears]
+        first = scales[0]
+        if first is None or any(scale is None or scale.device != first.device for scale in scales):
+            return None
+        if len(scales) == 1 or all(scale is first for scale in scales):
+            return first
+        if any(scale is None or scale.is_inference() for scale in scales):
+            return None
+        if len(self._seen) != len(scales) or not all(
+            was.is_still(scale) for was, scale in zip(self._seen, scales, strict=True)
+        ):
+            if first.device.type == "cuda" and (capture.capturing_here(first.device) or capture.capturing_anywhere()):
+                return None
+            self._seen = [Unwritten(scale) for scale in scales]
+            numbers = {float(scale) for scale in scales if scale is not None}
+            self._same = len(numbers) == 1
+        return first if self._same else None
+
+
+def may_quantise() -> bool:
+    """Whether this thread runs plainly enough for a value that is no tensor to pass between modules."""
+    return not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled() and not capture.tracing()
+
+
+def as_input(values: Tensor, scale: Tensor | None, like: Tensor) -> Any:
+    """What a site returned, as the linears take it."""
+    return values if scale is None else QuantizedInput(values, scale, like.dtype)
+
+
+def is_placed(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs the forward that samebits put on it, and nothing is hooked onto it."""
+    attributes = module.__dict__
+    forward = attributes.get("forward")
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    return (
+        type(forward) is types.MethodType
+        and forward.__self__ is module
+        and code is not None
+        and code.co_qualname == "_dispatcher.<locals>.forward"
+        and code.co_filename.replace("\\", "/").endswith("samebits/patch.py")
+        and calls_only_forward(_without_forward(attributes))
+    )
+
+
+def _without_forward(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name != "forward"}
+
+
+@dataclass
+class Parts:
+    """What the blocks of one model call past the modules in between."""
+
+    gelus: dict[nn.Module, Line] = field(default_factory=dict)
+    """The site of each activation that samebits stands for."""
+    attentions: dict[nn.Module, Inner] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Inner:
+    """An attention's own lines, and whether they would answer a call with these keyword arguments."""
+
+    ready: Callable[[dict[str, Any]], bool]
+    forward: Callable[..., Any]
+
+
+class QuantizedFeedForward:
+    """diffusers' FeedForward with a GELU between two FP8 linears, as a block calls it when its input is quantised."""
+
+    def __init__(self, parts: Parts, feed_forward: Any) -> None:
+        self._parts = parts
+        self._feed_forward = feed_forward
+        self._known = type(feed_forward) is FeedForward and FEED_FORWARD_SOURCE.obstacle() is None
+        self._first, self._second = SharedScale(), SharedScale()
+
+    def scale(self) -> Tensor | None:
+        """The number that its input may be quantised with, or ``None`` where it wants a tensor."""
+        return None if self._layers() is None else self._first.of([self._feed_forward.net[0].proj])
+
+    def _layers(self) -> tuple[Any, Any] | None:
+        mlp = self._feed_forward
+        if not self._known or not calls_only_forward(mlp.__dict__) or len(mlp.net) != 3:
+            return None
+        activation, dropout, last = mlp.net
+        if activation not in self._parts.gelus or not is_placed(activation) or activation.approximate != "tanh":
+            return None
+        if "gelu" in activation.__dict__ or type(dropout) is not nn.Dropout or dropout.training:
+            return None
+        if not calls_only_forward(dropout.__dict__) or input_scale_of(activation.proj) is None:
+            return None
+        return None if input_scale_of(last) is None else (activation, last)
+
+    def __call__(self, x: Any, deferrals: Deferrals | None, name: str) -> Tensor | DeferredBias:
+        """The feed-forward of a tensor or a quantised input; with ``deferrals`` without its last bias."""
+        layers = self._layers() if may_quantise() else None
+        mlp = self._feed_forward
+        if layers is None:
+            result: Tensor = mlp(x)
+            return result
+        activation, last = layers
+        hidden = activation.proj(x)
+        scale = self._second.of([last])
+        x = as_input(self._parts.gelus[activation].site(hidden, scale), scale, hidden)
+        if deferrals is not None and why_not_defer(last) is None:
+            return deferrals.defer(last, x, name)
+        result = last(x)
+        return result
