@@ -1,4 +1,4 @@
-"""Where quality records are kept: a file for each model, scheme, rounding and environment, in the user's cache folder."""
+"""Where quality records are kept: one file for each model and place, in the user's cache folder."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 def model_hash(module: nn.Module) -> str:
     """A hash over the names, dtypes, shapes and bytes of every parameter and buffer, 32 hexadecimal digits.
 
-    It runs on the tensors' own device and takes about as long as reading them once or twice. It tells models apart; it is
-    no defence against somebody who constructs another model with the same hash.
+    It runs on the tensors' own device and takes about as long as reading them once or twice. It tells models apart; it
+    is no defence against somebody who constructs another model with the same hash.
     """
     digest = hashlib.sha256()
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
