@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
+from samebits.environment import fingerprint
 from samebits.errors import AlreadyAppliedError, UnsupportedModelError
 from samebits.gate import CAPTURING, ELSEWHERE, RETRY, Gate, default_gate
 from samebits.graphs import MAX_GRAPHS, DenoiserGraphs, GraphRow
@@ -21,7 +23,12 @@ from samebits.models._family import Line, Replacement
 from samebits.models._packed import free_cached_memory
 from samebits.ops import by_name
 from samebits.patch import Patch, find, obstacle
+from samebits.quality import Decision, Place, decide, find_record
+from samebits.quality.decision import CONTRACTS
+from samebits.quality.weights import model_hash
 from samebits.quant import how_linears_run
+from samebits.quant.linear import Fp8Linear, Quantizer, scheme_of
+from samebits.settings import settings
 from samebits.verdict import Revocation
 from samebits.verify import OUT_OF_MEMORY
 
@@ -183,11 +190,13 @@ class Handle:
         self._graphs: list[DenoiserGraphs] = []
         self._compiled: dict[Line, Callable[[], bool]] = {}
         self._notes: list[str] = []
+        self._decisions: dict[int, Decision] = {}
+        self._quantized: list[Fp8Linear] = []
         self._entered = 0
 
     def _place(self, prefix: str, model: nn.Module, family: Family, gate: Gate) -> None:
         seen: set[int] = set()
-        for path, wrapped, replacement in family.places(model):
+        for path, wrapped, replacement in family.places(model, self._rounding(model)):
             module = unwrapped(wrapped)
             if id(module) not in seen:
                 seen.add(id(module))
@@ -196,19 +205,57 @@ class Handle:
                 for line in self.sites[-len(replacement.sites) :]:
                     self._compiled[line] = lambda parents=parents: any(map(_is_compiled, parents))  # type: ignore[misc]
 
+    def _rounding(self, model: nn.Module) -> str | None:
+        """How late biases are added on this model, or ``None`` where bits may not move."""
+        if self.options["contract"] == "exact":
+            return None
+        decision = self._decisions.get(id(model))
+        if decision is None:
+            decision = self._decisions[id(model)] = self._decide(model)
+            self._notes.append(f"contract measured, {type(model).__name__}: {decision.reason}.")
+        return self.options["rounding"] if decision.allowed else None
+
+    def _decide(self, model: nn.Module) -> Decision:
+        place = _place_of(model, self.options["rounding"])
+        if self.options["on_trial"]:
+            if place.quantization is None:
+                return decide("measured", place, None)
+            return Decision(True, "on trial, bits move whatever that does to the pictures")
+        return decide("measured", place, find_record(settings().cache_dir, place))
+
+    def _place_quantizers(self, prefix: str, model: nn.Module, gate: Gate) -> None:
+        """Let a site quantise the inputs of FP8 linears that no kernel before them quantises."""
+        for name, module in model.named_modules():
+            if type(module) is not Fp8Linear:
+                continue
+            reason = None if module.input_scale is not None else DYNAMIC
+            line = Line(f"{prefix}{name}.input", "quantize_fp8", why_eager=reason)
+            self.sites += (line,)
+            parents = [model, *_along(model, name)]
+            self._compiled[line] = lambda parents=parents: any(map(_is_compiled, parents))  # type: ignore[misc]
+            if reason is not None:
+                continue
+            line.site = self._site(line, gate)
+            line.watch = lambda: QUANTISED_BEFORE
+            module.__dict__["_quantizer"] = Quantizer(line.site, self)
+            self._quantized.append(module)
+
+    def _site(self, line: Line, gate: Gate) -> Any:
+        return gate.site(
+            line.name,
+            by_name(line.op),
+            strict=self.options["strict"],
+            host=self.options["host"],
+            recheck_every=self.options.get("recheck_every"),
+        )
+
     def _stand(self, path: str, module: nn.Module, replacement: Replacement, gate: Gate) -> None:
         reason = replacement.obstacle(module) or obstacle(module)
         lines = {name: Line(f"{path}.{name}".rstrip("."), op, why_eager=reason) for name, op in replacement.sites}
         self.sites += tuple(lines.values())
         if reason is None:
             for line in lines.values():
-                line.site = gate.site(
-                    line.name,
-                    by_name(line.op),
-                    strict=self.options["strict"],
-                    host=self.options["host"],
-                    recheck_every=self.options.get("recheck_every"),
-                )
+                line.site = self._site(line, gate)
             patch = Patch(module, lambda original: replacement.write(module, original, lines), owner=self)
             self._patches.append((path, patch))
 
@@ -291,6 +338,11 @@ class Handle:
                 left = patch.undo()
                 if left is not None:
                     self._notes.append(f"{path}: {left}.")
+            while self._quantized:
+                attributes = self._quantized.pop().__dict__
+                placed = attributes.get("_quantizer")
+                if placed is not None and placed.owner is self:
+                    del attributes["_quantizer"]
         for graphs in self._graphs:  # These have locks of their own.
             graphs.close()
 
@@ -341,6 +393,9 @@ def apply(
     max_graphs: int = MAX_GRAPHS,
     max_graph_bytes: int | None = None,
     recheck_every: int | None = None,
+    contract: str = "exact",
+    rounding: str = "eager",
+    on_trial: bool = False,
     gate: Gate | None = None,
 ) -> Handle:
     """Let samebits answer for the sites of a pipeline's denoisers, or of one denoiser.
@@ -370,6 +425,14 @@ def apply(
         Make one verified call of a site in this many both ways again, on average, and take the verdict back where the
         bits differ; 0 for none. By default what the gate says, which has it from ``SAMEBITS_RECHECK_EVERY``. See
         docs/gate.md.
+    contract : str
+        ``"exact"``: eager's bits. ``"measured"``: the output biases of quantised linears may be added by the kernel
+        after them, which moves bits, where a record of ``samebits quality`` for this model on this machine allows it;
+        else everything stays exact, and the report says why. See docs/quant.md.
+    rounding : str
+        How such a bias is added: ``"eager"``, rounded as three eager kernels do, or ``"fma"``, by one multiply-add.
+    on_trial : bool
+        Move the bits without a record, as ``samebits quality`` does to make one. Only with ``contract="measured"``.
     gate : Gate, optional
         The gate to ask; the process-wide one by default, so that verdicts are shared.
 
@@ -387,8 +450,14 @@ def apply(
             raise ValueError(f"{limit} must be at least 1, got {value}; leave cuda_graphs out to have no graphs.")
     if recheck_every is not None and recheck_every < 0:
         raise ValueError(f"recheck_every must be 0 (never) or more, got {recheck_every}.")
+    for option, choice, choices in (("contract", contract, CONTRACTS), ("rounding", rounding, ROUNDINGS)):
+        if choice not in choices:
+            raise ValueError(f"{option} must be one of {', '.join(choices)}, got {choice!r}.")
+    if on_trial and contract != "measured":
+        raise ValueError('on_trial moves bits, so it goes with contract="measured" only.')
     found = _denoisers(target)
-    options: dict[str, Any] = {"strict": strict, "host": host, "cuda_graphs": cuda_graphs}
+    options: dict[str, Any] = {"strict": strict, "host": host, "cuda_graphs": cuda_graphs, "contract": contract}
+    options |= {"rounding": rounding, "on_trial": on_trial} if contract == "measured" else {}
     if cuda_graphs:
         options |= {"max_graphs": max_graphs, "max_graph_bytes": max_graph_bytes}
     if recheck_every is not None:
@@ -412,7 +481,9 @@ def _apply(found: list[tuple[str, nn.Module, Family]], options: dict[str, Any], 
     try:
         for name, model, family in found:
             before = len(handle.sites)
-            handle._place(f"{name}." if len(found) > 1 else "", model, family, gate)
+            prefix = f"{name}." if len(found) > 1 else ""
+            handle._place(prefix, model, family, gate)
+            handle._place_quantizers(prefix, model, gate)
             if options["cuda_graphs"]:
                 handle._place_graphs(name, model, gate, handle.sites[before:])
         handle._join_weights()
@@ -443,6 +514,37 @@ def _owner(model: nn.Module, family: Family) -> Handle | None:
         if placed is not None and isinstance(placed.owner, Handle):
             return placed.owner
     return None
+
+
+ROUNDINGS = ("eager", "fma")
+DYNAMIC = "the scale of its input is found from each input, which no kernel of ours does"
+QUANTISED_BEFORE = "its input comes quantised, from the kernel before it"
+_MOVERS = ("bias_gated_residual", "bias_gated_residual_norm_modulate")
+
+
+def place_of(target: Any, rounding: str = "eager") -> Place:
+    """Where a quality record for the denoiser of ``target`` holds. It hashes all of its weights.
+
+    Raises
+    ------
+    UnsupportedModelError
+        There is no denoiser of a known family in ``target``.
+    """
+    return _place_of(_denoisers(target)[0][1], rounding)
+
+
+def _place_of(model: nn.Module, rounding: str) -> Place:
+    device, dtype = next((p.device, p.dtype) for p in model.parameters() if p.dtype.is_floating_point)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return Place(
+        model_hash=model_hash(model),
+        quantization=scheme_of(model),
+        rounding=rounding,
+        dtype=str(dtype).removeprefix("torch."),
+        capability=capability,
+        environment=fingerprint(device.index),
+        sources={name: by_name(name).source_hash for name in _MOVERS},
+    )
 
 
 def _along(model: nn.Module, path: str) -> Iterator[nn.Module]:

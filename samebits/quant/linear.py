@@ -371,3 +371,10 @@ def how_linears_run(model: nn.Module) -> list[str]:
     """What a report says of a model's quantised linears: a sentence for each way in which some of them run."""
     kinds = Counter(module.runs_as() for module in model.modules() if isinstance(module, QuantizedLinear))
     return [f"{count} linears: {kind}" for kind, count in kinds.items()]
+
+
+def scheme_of(model: nn.Module) -> str | None:
+    """What the weights of a model's linears are quantised to, such as ``modelopt FP8``; ``None`` where none is."""
+    kinds = {type(module) for module in model.modules()}
+    names = [name for cls, name in ((Fp8Linear, "FP8"), (NvFp4Linear, "NVFP4")) if cls in kinds]
+    return f"modelopt {' and '.join(names)}" if names else None
