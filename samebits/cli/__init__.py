@@ -29,7 +29,7 @@ from samebits.errors import (
     UnsupportedModelError,
 )
 
-VERBS = ("bench", "certificates", "env", "generate", "profile", "prove", "warm")
+VERBS = ("bench", "certificates", "env", "generate", "profile", "prove", "quality", "warm")
 """Each is a module of this package with a click command of the same name."""
 
 BAD_INPUT = (
