@@ -31,7 +31,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "proof bench warming",
         "apply loading",
         "models patch graphs gate",
-        "quant",
+        "quant quality",
         "ops",
         "jit",
         "host",
@@ -64,7 +64,7 @@ KNOWN_BY = {
         ("click", "cli"),
         ("rich", "apply proof bench cli"),
         ("matplotlib", "bench"),
-        ("msgspec", "certificate"),
+        ("msgspec", "certificate quality"),
         ("filelock", "certificate"),
         ("jinja2", "proof"),
     )
