@@ -66,16 +66,23 @@ KNOWN_BY = {
         ("matplotlib", "bench"),
         ("msgspec", "certificate quality"),
         ("filelock", "certificate"),
-        ("jinja2", "proof"),
+        ("jinja2", "proof quality"),
+        ("torchmetrics", "quality"),
+        ("flip_evaluator", "quality"),
     )
 }
 WITHOUT_TORCH = frozenset({"errors", "settings", "certificate", "checkpoint"})
 
 # Only where an extra of pyproject.toml brings it: the file asks first whether it is there.
-OPTIONAL = {"bench/charts.py": "bench", "proof/page.py": "prove"}
+OPTIONAL = {
+    "bench/charts.py": "bench",
+    "proof/page.py": "prove",
+    "quality/metrics.py": "quality",
+    "quality/page.py": "quality",
+}
 
 # Not in pyproject.toml by name, but part of something that is.
-COMES_WITH = {"triton": "torch"}
+COMES_WITH = {"triton": "torch", "numpy": "diffusers", "PIL": "diffusers"}
 
 
 @dataclass(frozen=True)
