@@ -188,19 +188,24 @@ def measure(
         Whether graphs are captured; false where there is no GPU, and then no variant that is one has a row.
     """
     outcome, plain_outcome = Outcome(), Outcome()
+    bench.say("calibrating, and making the FP8 model from the bf16 one")
     quantized = prepare(denoiser, size, batch)
     plain = Contest(denoiser, bench, ops, plain_outcome)
     contest = QuantContest(quantized, bench, ops, outcome)
     try:
         wide_output = denoiser.forward().clone()
         if graphs:
+            bench.say("bits: bf16")
             plain.enter(Choice((), only=("ours_graph",)))
             outcome.notes.extend(f"bf16 {note}" for note in plain_outcome.notes)
+        bench.say("bits: FP8, fused and absorbed against unfused")
         contest.run_all(graphs, wide_output)
         if "ours_graph" in plain.lanes:
             # In front, as in the record; a graph needs nothing of the switch that it was captured under.
             contest.lanes = {PLAIN: plain.lanes["ours_graph"], **contest.lanes}
+        bench.say(f"time: {', '.join(contest.lanes)} in {rounds} turns")
         taken = contest.time(rounds)
+        bench.say("launches and classes")
         contest.profile(min(rounds, PROFILED_RUNS))
     finally:
         contest.switch.close()

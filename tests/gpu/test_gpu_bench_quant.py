@@ -1,0 +1,42 @@
+"""The benchmark in FP8 on two blocks of Qwen-Image: every variant, graphs, launches by class, biases absorbed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samebits.bench import evidence, models, quant
+from samebits.bench.comparing import Bench
+from samebits.ops import OPS
+from samebits.quant._scaled_mm import why_no_fp8
+
+pytestmark = pytest.mark.gpu
+
+SIZE, BLOCKS = 512, 2
+
+
+def test_every_variant_of_a_forward_in_fp8(device: torch.device) -> None:
+    reason = why_no_fp8(device, 16, 16)
+    if reason is not None:
+        pytest.skip(reason)
+    with torch.no_grad():
+        denoiser = models.at_size(models.qwen_image(device, num_layers=BLOCKS), SIZE)
+        outcome = quant.measure(denoiser, Bench.on(device), OPS, SIZE, 1, graphs=True, rounds=2)
+    print(*outcome.rows, *outcome.notes, sep="\n")
+    rows = {row["variant"]: row for row in outcome.rows}
+    assert tuple(rows) == evidence.QUANT_VARIANTS
+    for name, row in rows.items():
+        assert evidence.QUANT.problem(row) is None
+        assert row["ms"] is not None, row
+        assert row["bits_equal"] or name == "fp8_absorbed_graph", name
+        assert row["launches"] == sum(row[f"launches_{kind}"] for kind in ("gemm", "attention", "other"))
+        assert row["launches_attention"] >= BLOCKS
+        # twelve FP8 products and two modulations a block; the scaled products count as what they are
+        assert row["launches_gemm"] >= 14 * BLOCKS, name
+        assert row["ms_gemm"] > 0
+    assert rows["fp8_fused"]["launches"] < rows["fp8_unfused"]["launches"]
+    assert rows["fp8_fused"]["ms_other"] < rows["fp8_unfused"]["ms_other"]
+    absorbed = rows["fp8_absorbed_graph"]
+    assert absorbed["biases_absorbed"] == 4 * BLOCKS
+    assert absorbed["output_relative_error"] < 0.05
+    assert quant.good(outcome)
