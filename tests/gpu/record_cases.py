@@ -232,6 +232,36 @@ def swiglu_cases() -> Iterator[tuple[str, tuple[Any, ...], Repeats]]:
         yield name, (a, randn(tuple(a.shape), a.dtype, 610, 2.0)), {}
 
 
+def quantize_fp8_cases() -> Iterator[tuple[str, tuple[Any, ...], Repeats]]:
+    """Every binade that e4m3 has and those around it, and special rows."""
+    for dtype in DTYPES:
+        powers = torch.arange(-14, 12).exp2()
+        values = (powers[:, None] * randn((26, 8), torch.float32, 620)).to(dtype)
+        yield f"binades {short(dtype)}", (values, torch.tensor(0.75)), {}
+        yield f"special {short(dtype)}", (special_rows(16, dtype), torch.tensor(0.01)), {}
+
+
+def bias_gated_residual_cases() -> Iterator[tuple[str, tuple[Any, ...], Repeats]]:
+    """Both roundings of what is recorded for the residual without a bias, and the case in which they part."""
+    for name, (h, gate, y, clip, index), _ in gated_residual_cases():
+        bias = randn((h.shape[-1],), h.dtype, 630, 3.0)
+        for native_fma in (False, True):
+            yield f"{name}{' fma' if native_fma else ''}", (h, gate, y, bias, native_fma, clip, index), {}
+    guard = (-0.2080078125, 206.0, -24576.0, -0.01055908203125)
+    h, gate, y, bias = (torch.full((1, 1, 4), value, dtype=torch.bfloat16) for value in guard)
+    for native_fma in (False, True):
+        yield f"tie guard {native_fma}", (h, gate[0], y, bias[0, 0], native_fma, False, None), {}
+
+
+def bias_gated_residual_norm_modulate_cases() -> Iterator[tuple[str, tuple[Any, ...], Repeats]]:
+    """The same with the norm, quantised or not."""
+    for name, (h, gate, y, scale, shift, eps, clip, index), _ in gated_residual_norm_modulate_cases():
+        bias = randn((h.shape[-1],), h.dtype, 640, 3.0)
+        for native_fma in (False, True):
+            rest = (native_fma, clip, index, torch.tensor(0.02) if native_fma else None)
+            yield f"{name}{' fma fp8' if native_fma else ''}", (h, gate, y, bias, scale, shift, eps, *rest), {}
+
+
 CASES = {
     "layer_norm_modulate": layer_norm_modulate_cases,
     "qk_norm": qk_norm_cases,
@@ -242,4 +272,7 @@ CASES = {
     "qk_norm_rope": qk_norm_rope_cases,
     "gelu_tanh": gelu_tanh_cases,
     "swiglu": swiglu_cases,
+    "quantize_fp8": quantize_fp8_cases,
+    "bias_gated_residual": bias_gated_residual_cases,
+    "bias_gated_residual_norm_modulate": bias_gated_residual_norm_modulate_cases,
 }

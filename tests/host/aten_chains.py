@@ -184,8 +184,9 @@ def gated_residual_norm_modulate(
 
 
 def quantize_fp8(x: Tensor, input_scale: Tensor) -> Tensor:
-    """Eager's own chain: on the CPU each of its steps has the GPU's bits, NaN apart."""
-    return quantized(x, input_scale)
+    """Eager's own chain, whose steps have a GPU's bits on the CPU but for NaN: a GPU's product has but one."""
+    result = quantized(x, input_scale)
+    return result.view(torch.uint8).masked_fill(x.isnan(), 0x7F).view(result.dtype)
 
 
 def bias_gated_residual(
@@ -227,7 +228,8 @@ def bias_gated_residual_norm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """That residual, then :func:`layer_norm_modulate` of it, quantised where a scale is given; both results."""
     h = bias_gated_residual(h, gate, y, bias, native_fma, clip, index)
-    return h, quantized(layer_norm_modulate(h, scale, shift, eps, index, rsqrt=rsqrt), input_scale)
+    z = layer_norm_modulate(h, scale, shift, eps, index, rsqrt=rsqrt)
+    return h, z if input_scale is None else quantize_fp8(z, input_scale)
 
 
 def gated_residual_rms_norm(

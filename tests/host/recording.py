@@ -31,7 +31,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors agree in element type, shape and every bit. NaN equals the same NaN, -0 is not 0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().view(BITS[a.dtype]), b.contiguous().view(BITS[b.dtype]))
+    view = BITS.get(a.dtype, torch.uint8)
+    return torch.equal(a.contiguous().view(view), b.contiguous().view(view))
 
 
 FUNCTIONS = ("rsqrt", "exp", "tanh")
@@ -123,7 +124,7 @@ def save(
                     entry[part].append({"value": value})
                     continue
                 tile = _tile_of(value.cpu(), repeats.get(position))
-                content = tile.view(torch.uint8).numpy().tobytes()
+                content = tile.reshape(-1).view(torch.uint8).numpy().tobytes()
                 key = known.setdefault((tile.dtype, tile.shape, content), str(len(known)))
                 tensors[key] = tile.clone()
                 entry[part].append({"tensor": key, "repeats": repeats.get(position)})
