@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,12 +117,12 @@ class QuantContest(Contest):
 
         self._try(UNFUSED, lambda: Lane(forward, EAGER, steady, lambda: matches(forward())))
         self._try(FUSED, lambda: self._ours(reference, steady, matches, FUSED))
-        if graphs and FUSED in self.lanes:
-            self._try(FUSED_GRAPH, lambda: self._graph(FUSED, matches))
         self._try(ABSORBED, lambda: self._absorbed(reference, steady, matches))
-        absorbed = self.lanes.pop(ABSORBED, None)
-        if graphs and absorbed is not None:
-            self._try(ABSORBED_GRAPH, lambda: self._graph(ABSORBED, matches))
+        # Only now: applying may move weights, and a graph captured before would read where they were.
+        for state, name in ((FUSED, FUSED_GRAPH), (ABSORBED, ABSORBED_GRAPH)):
+            if graphs and state in self.lanes:
+                self._try(name, partial(self._graph, state, matches))
+        self.lanes.pop(ABSORBED, None)  # made ready for its graph; it has no turns
         self.switch.to(EAGER)
 
     def _absorbed(self, reference: Observation, steady: bool, matches: Callable[[torch.Tensor], bool]) -> Lane:

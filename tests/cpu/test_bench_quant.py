@@ -41,20 +41,22 @@ def _no_grad() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def denoiser() -> Denoiser:
-    with torch.no_grad():
-        return models.SMALL["qwen-image"](CPU)
+    with torch.no_grad():  # in bf16, where a bias that is added later moves bits
+        return models.SMALL["qwen-image"](CPU, dtype=torch.bfloat16)  # type: ignore[call-arg]
 
 
 class Applied:
-    """Stands for ``apply``: a gate for each contract, whose kernels are Python and can be spoilt."""
+    """Stands for ``apply``: with a gate for each contract, whose kernels are Python and can be spoilt."""
 
     def __init__(self) -> None:
         self.exact, self.measured = small.KernelGate(), small.KernelGate()
         self.asked: list[dict[str, Any]] = []
+        self.moves = True
+        """Whether what may move bits does."""
 
     def __call__(self, model: nn.Module, **options: Any) -> Any:
         self.asked.append(options)
-        return apply(model, gate=self.measured if options else self.exact)
+        return apply(model, gate=self.measured if options else self.exact, **(options if self.moves else {}))
 
 
 def move(op: str, outputs: Sequence[torch.Tensor]) -> None:
@@ -65,7 +67,6 @@ def move(op: str, outputs: Sequence[torch.Tensor]) -> None:
 @pytest.fixture
 def applied(monkeypatch: pytest.MonkeyPatch) -> Applied:
     made = Applied()
-    made.measured.spoil = move
     monkeypatch.setattr(variants, "apply", made)
     return made
 
@@ -82,7 +83,9 @@ def by_variant(outcome: Outcome) -> dict[str, dict[str, Any]]:
 
 
 def traces(model: nn.Module) -> list[str]:
-    return [name for part in model.modules() for name in ("forward", "_samebits") if name in part.__dict__]
+    return [
+        name for part in model.modules() for name in ("forward", "_samebits", "_quantizer") if name in part.__dict__
+    ]
 
 
 # The FP8 model.
@@ -151,6 +154,26 @@ def test_only_linears_are_made_fp8(denoiser: Denoiser) -> None:
         quant.in_fp8(denoiser.model, {"norm_out": 1.0})
 
 
+def test_each_state_answers_in_its_own_turn_only(denoiser: Denoiser, applied: Applied) -> None:
+    made = quant.prepare(denoiser, 128, 1)
+    switch = variants.Switch(made.model, quant.QuantContest.applied)
+
+    def counted() -> dict[str, int]:
+        return {state: sum(row.fused for row in handle.report().rows) for state, handle in switch.handles.items()}
+
+    unfused = made.forward().clone()
+    for state in ("fp8_fused", "fp8_absorbed", "eager", "fp8_fused", "eager", "fp8_absorbed"):
+        switch.to(state)
+        made.forward()
+        before = counted()
+        result, after = made.forward(), counted()
+        assert [name for name in after if after[name] > before[name]] == [name for name in after if name == state]
+        assert (bits.compare(result, unfused) is None) == (state != "fp8_absorbed"), state
+    switch.close()
+    assert traces(made.model) == []
+    assert bits.compare(made.forward(), unfused) is None
+
+
 # Measuring.
 
 
@@ -196,11 +219,17 @@ def test_how_far_absorbing_moves_is_measured_and_told(
     assert 0 < row["output_psnr_db"] < 100
     assert 0 < row["latents_psnr_db"] < 100
     assert 0 < row["latents_ssim"] < 1
-    applied.measured.spoil = None
+    assert row["biases_absorbed"] == 4 * len(denoiser.blocks)
+    near = row["output_relative_error"]
+    applied.measured.spoil = move
+    row = by_variant(measure(denoiser, bench, graphs=True))["fp8_absorbed_graph"]
+    assert row["output_relative_error"] > 2 * near, "how far is measured, not only that"
+    applied.measured.spoil, applied.moves = None, False
     outcome = measure(denoiser, bench, graphs=True)
     row = by_variant(outcome)["fp8_absorbed_graph"]
     assert row["bits_equal"] is True
     assert (row["output_relative_error"], row["output_psnr_db"], row["latents_ssim"]) == (0.0, None, 1.0)
+    assert row["biases_absorbed"] == 0
     assert any("its bits are those of fp8_unfused; nothing moved" in note for note in outcome.notes)
 
 
