@@ -16,7 +16,7 @@ from torch import nn
 
 from samebits.environment import fingerprint
 from samebits.errors import AlreadyAppliedError, UnsupportedModelError
-from samebits.gate import CAPTURING, ELSEWHERE, RETRY, Gate, default_gate
+from samebits.gate import AWAITED, CAPTURING, ELSEWHERE, HINTED, RETRY, Gate, default_gate
 from samebits.graphs import MAX_GRAPHS, DenoiserGraphs, GraphRow
 from samebits.models import FAMILIES, Family, family_of, unwrapped
 from samebits.models._family import Line, Replacement
@@ -29,6 +29,7 @@ from samebits.quality.weights import model_hash
 from samebits.quant import how_linears_run
 from samebits.quant.linear import Fp8Linear, Quantizer, scheme_of
 from samebits.settings import settings
+from samebits.trust import TRUSTS, default_store
 from samebits.verdict import Revocation
 from samebits.verify import OUT_OF_MEMORY
 
@@ -345,6 +346,7 @@ class Handle:
                     del attributes["_quantizer"]
         for graphs in self._graphs:  # These have locks of their own.
             graphs.close()
+        self.gate.flush()
 
     def __enter__(self) -> Handle:
         self._entered += 1
@@ -380,7 +382,7 @@ class _GateView:
             for line in self._lines
             if line.site is not None
             for reason, calls in list(line.site.counters.reasons.items())
-            if reason in (CAPTURING, ELSEWHERE, OUT_OF_MEMORY) or reason.startswith(RETRY)
+            if reason in (AWAITED, CAPTURING, ELSEWHERE, HINTED, OUT_OF_MEMORY) or reason.startswith(RETRY)
         )
 
 
@@ -396,6 +398,7 @@ def apply(
     contract: str = "exact",
     rounding: str = "eager",
     on_trial: bool = False,
+    trust: str | None = "settings",
     gate: Gate | None = None,
 ) -> Handle:
     """Let samebits answer for the sites of a pipeline's denoisers, or of one denoiser.
@@ -433,6 +436,12 @@ def apply(
         How such a bias is added: ``"eager"``, rounded as three eager kernels do, or ``"fma"``, by one multiply-add.
     on_trial : bool
         Move the bits without a record, as ``samebits quality`` does to make one. Only with ``contract="measured"``.
+    trust : {"settings", "hint", "stored", "anew"} or None
+        What the gate makes of verdicts that are stored on this machine, from now on and for everybody who asks it.
+        ``"hint"``: they save time, and are checked at the first call of each signature. ``"stored"``: they are
+        believed, for servers that were warmed in the same environment. ``"anew"``: everything is verified anew, and
+        kept. ``None``: nothing is asked for or kept. ``"settings"``: as the gate has it; the process-wide one has it
+        from ``SAMEBITS_CERTIFICATES``, which is ``hint`` unless set. See docs/gate.md and docs/certificates.md.
     gate : Gate, optional
         The gate to ask; the process-wide one by default, so that verdicts are shared.
 
@@ -443,11 +452,13 @@ def apply(
     AlreadyAppliedError
         A part of ``target`` is applied already, with other options, another gate or together with other models.
     ValueError
-        A limit of graphs that allows none, or a negative ``recheck_every``.
+        A limit of graphs that allows none, a negative ``recheck_every``, or another ``trust``.
     """
     for limit, value in (("max_graphs", max_graphs), ("max_graph_bytes", max_graph_bytes)):
         if value is not None and value < 1:
             raise ValueError(f"{limit} must be at least 1, got {value}; leave cuda_graphs out to have no graphs.")
+    if trust is not None and trust not in ("settings", *TRUSTS):
+        raise ValueError(f"trust must be None or one of settings, {', '.join(TRUSTS)}, got {trust!r}.")
     if recheck_every is not None and recheck_every < 0:
         raise ValueError(f"recheck_every must be 0 (never) or more, got {recheck_every}.")
     for option, choice, choices in (("contract", contract, CONTRACTS), ("rounding", rounding, ROUNDINGS)):
@@ -462,6 +473,8 @@ def apply(
         options |= {"max_graphs": max_graphs, "max_graph_bytes": max_graph_bytes}
     if recheck_every is not None:
         options["recheck_every"] = recheck_every
+    if trust != "settings":
+        options["trust"] = trust
     gate = gate or default_gate()
     with _lock:
         return _apply(found, options, gate)
@@ -477,6 +490,9 @@ def _apply(found: list[tuple[str, nn.Module, Family]], options: dict[str, Any], 
             handle._join_weights()  # they may have been moved to the GPU meanwhile
             return handle
         raise AlreadyAppliedError(options=", ".join(f"{name}={value}" for name, value in handle.options.items()))
+    if "trust" in options:
+        trust = options["trust"]
+        gate.use(None if trust is None else default_store(), trust or "hint")
     handle = Handle(models, options, gate)
     try:
         for name, model, family in found:

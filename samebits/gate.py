@@ -34,8 +34,19 @@ from samebits.ops._op import Launcher, Op, Outputs
 from samebits.settings import settings
 from samebits.signature import Key, why_no_key
 from samebits.site import Site
+from samebits.trust import Store, Trust, Word, default_store
 from samebits.verdict import SIGNATURE_LIMIT, Counters, Entry, Revocation, State, Table, Verdict
-from samebits.verify import Finding, Observation, check, check_made_up, is_retryable, is_sticky, observe, summary
+from samebits.verify import (
+    Finding,
+    Observation,
+    check,
+    check_made_up,
+    count,
+    is_retryable,
+    is_sticky,
+    observe,
+    summary,
+)
 from samebits.watch import OUTSTANDING_LIMIT, Watched
 
 __all__ = ["Gate", "Revocation", "Site", "State", "Verdict", "default_gate"]
@@ -45,12 +56,16 @@ PENDING_LIMIT = 256
 
 A_CALL = "a call"
 MADE_UP = "made-up inputs"
+STORED = "a stored verdict"
+VOUCHED = "a stored verdict and a call"
+AWAITED = "a stored verdict says verified; the comparison that is to confirm it is not read yet"
 CAPTURING = "a CUDA graph is being captured and this signature is not verified yet"
 COMPARED = "compared with eager at this call"
 ELSEWHERE = "another thread is comparing this signature"
 FORKED = "this process was forked after CUDA was initialised"
 FULL = f"the op already has {SIGNATURE_LIMIT} signatures, all of which are being compared"
 KILLED = "SAMEBITS_DISABLE is set"
+HINTED = "a stored verdict says verified; made both ways at this call, to confirm it"
 RECHECKED = "a verified call that was made both ways again"
 RETRY = "will be tried again"
 
@@ -77,11 +92,15 @@ class Gate:
     guessing : bool
         Whether sites guess at the signature of a call before they look it up by its key. It changes what a call
         costs and nothing else.
+    store : Store, optional
+        Where verdicts are kept beyond the process, such as a :class:`samebits.certificate.CertificateStore`.
+    trust : {"hint", "stored", "anew"}
+        How far the store is believed, see :meth:`use`.
 
     Raises
     ------
     ValueError
-        ``recheck_every`` is negative.
+        ``recheck_every`` is negative, or ``trust`` is none of these.
     """
 
     def __init__(
@@ -93,6 +112,8 @@ class Gate:
         unavailable: Callable[[torch.device, bool], str | None] | None = None,
         recheck_every: int | None = None,
         guessing: bool = True,
+        store: Store | None = None,
+        trust: str = "hint",
     ) -> None:
         self.strict = strict
         self.guessing = guessing
@@ -112,6 +133,8 @@ class Gate:
         self._outstanding: list[Watched] = []
         self._lost = False
         self._stopped = KILLED if settings().disabled else None
+        self._trust: Trust | None = None
+        self.use(store, trust)
         _gates.add(self)
 
     def site(
@@ -153,6 +176,38 @@ class Gate:
             self._sites = [reference for reference in self._sites if reference() is not None]
             self._sites.append(weakref.ref(site))
         return site
+
+    def use(self, store: Store | None, trust: str = "hint") -> None:
+        """Ask ``store`` about new signatures from now on, and have it keep every verdict, those known now included.
+
+        Kernels built for the CPU are compared at every call, so for them nobody is asked.
+
+        Parameters
+        ----------
+        store : Store or None
+            ``None``: no store.
+        trust : {"hint", "stored", "anew"}
+            ``"hint"``: a signature that is stored as verified is compared at its first call, without waiting for the
+            answer and without made-up inputs; until the answer is read, eager's tensors go on. One stored as refused
+            is verified anew. ``"stored"``: what is stored holds, and nothing is compared; for servers whose store
+            was filled in the same environment. ``"anew"``: the store is not asked.
+
+        Raises
+        ------
+        ValueError
+            ``trust`` is none of these.
+        """
+        asked = None if store is None else Trust(store, trust)
+        with self._lock:
+            self._trust = asked
+            known = [(table, entry) for table in self._tables.values() for entry in table.entries.values()]
+        for table, entry in known:
+            self._tell(table, entry)
+
+    def flush(self) -> None:
+        """Have the store, if there is one, write down what it was told. It also does so when the process exits."""
+        if self._trust is not None:
+            self._trust.flush()
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -296,6 +351,8 @@ class Gate:
     def _claim(self, table: Table, entry: Entry) -> str | None:
         """Take ``entry`` for this thread to compare, or say why it is not compared now."""
         with self._lock:
+            if entry.vouched:
+                return AWAITED
             if entry.wait_calls > 0:
                 entry.wait_calls -= 1
                 return f"{RETRY}: {entry.cause}"
@@ -304,13 +361,13 @@ class Gate:
             return FORKED
         if self._capturing(device):
             with self._lock:
-                if entry.state is State.UNKNOWN and not entry.watched and len(self.pending) < PENDING_LIMIT:
+                if entry.state is State.UNKNOWN and len(self.pending) < PENDING_LIMIT:
                     self.pending[entry] = table
                     entry.queued = True
             return CAPTURING
         with self._lock:
-            if entry.busy or entry.watched or not (entry.state is State.UNKNOWN or entry.recheck):
-                return ELSEWHERE
+            if entry.busy or entry.vouched or not (entry.state is State.UNKNOWN or entry.recheck):
+                return AWAITED if entry.vouched else ELSEWHERE
             entry.busy = True
             entry.claim()
             self.pending.pop(entry, None)
@@ -321,10 +378,19 @@ class Gate:
         return self._probe.here(device) or self._probe.anywhere()
 
     def _compare(self, site: Site, table: Table, entry: Entry, args: tuple[Any, ...]) -> Outputs:
-        """Run both on a claimed entry. The caller gets eager's own tensors."""
+        """Run both on a claimed entry. The caller gets eager's own tensors, unless a stored verdict is believed."""
+        expected: Outputs | None = None
+        error: Exception | None = None
         try:
-            expected = table.op.reference(*args)
-            error = self._judge(site, table, entry, args, expected, A_CALL)
+            word = self._ask(table, entry, args)
+            if word is not None and word.believed:
+                self._settle_as_stored(table, entry, word)
+            else:
+                expected = table.op.reference(*args)
+                if word is not None and len(self._outstanding) < OUTSTANDING_LIMIT:
+                    error = self._confirm(site, table, entry, args, expected)
+                else:
+                    error = self._judge(site, table, entry, args, expected, A_CALL)
         finally:
             entry.busy = False
         try:
@@ -333,12 +399,17 @@ class Gate:
             self._raise_if_strict(site, entry, error)
         finally:
             del error  # Its traceback leads to this frame: a cycle that would keep the tensors alive.
+        if expected is None:
+            if entry.state is State.VERIFIED and entry.launcher is not None and self._stopped is None:
+                return site.launch(entry.launcher, entry.key, args)
+            return site.run_eager(args, self._stopped or entry.reason)
         if table.host and entry.state is State.VERIFIED:
             with self._lock:
                 site.counters.fused += 1
             return expected
         final = entry.state in (State.REFUSED, State.UNSUPPORTED, State.FAILED)
-        self.count_eager(site.counters, entry.reason if final else entry.cause or COMPARED)
+        confirming = entry.vouched or entry.basis == VOUCHED
+        self.count_eager(site.counters, entry.reason if final else entry.cause or (HINTED if confirming else COMPARED))
         return expected
 
     def _compare_one_pending(self, site: Site) -> None:
@@ -361,6 +432,10 @@ class Gate:
             plain = torch.autocast(entry.signature.devices[0].type, enabled=False)
             with torch.no_grad(), plain, self._probe.relaxed():
                 args = entry.signature.rebuild(seed=len(table.entries))
+                word = self._ask(table, entry, args)
+                if word is not None and word.believed:
+                    self._settle_as_stored(table, entry, word)
+                    return
                 expected = table.op.reference(*args)
                 error = self._judge(site, table, entry, args, expected, MADE_UP)
         except Exception as raised:
@@ -378,7 +453,7 @@ class Gate:
         self, site: Site, table: Table, entry: Entry, args: tuple[Any, ...], expected: Outputs, basis: str
     ) -> Exception | None:
         """Give a claimed entry its verdict. Return what was raised on the way, after settling it."""
-        revoking = entry.state is State.VERIFIED
+        revoking, elements = entry.state is State.VERIFIED, count(expected)
         try:
             with self._probe.relaxed():
                 if entry.launcher is None:
@@ -390,10 +465,16 @@ class Gate:
                     entry.launcher = table.op.prepare(*args)
                 finding = check(table.op, entry.launcher, args, expected, entry.signature.names)
                 if finding is None and basis == A_CALL and not revoking:
-                    finding = check_made_up(table.op, entry.launcher, entry.signature, self.made_up_elements)
+                    finding, more = check_made_up(table.op, entry.launcher, entry.signature, self.made_up_elements)
+                    elements += more
         except Exception as error:
-            if is_sticky(error):
-                return error
+            return self._unfinished(table, entry, error)
+        self._settle(site, table, entry, finding, basis, elements, revoking)
+        return None
+
+    def _unfinished(self, table: Table, entry: Entry, error: Exception) -> Exception:
+        """Note what a comparison was ended by, and return it."""
+        if not is_sticky(error):
             with self._lock:
                 if is_retryable(error):
                     entry.postpone(summary(error))
@@ -401,16 +482,22 @@ class Gate:
                     table.settle(entry, State.FAILED, summary(error))
             if entry.state is State.FAILED:
                 self._warn(table, entry)
-            return error
-        self._settle(site, table, entry, finding, basis, revoking)
-        return None
+        return error
 
     def _settle(
-        self, site: Site, table: Table, entry: Entry, finding: Finding | None, basis: str, revoking: bool
+        self,
+        site: Site,
+        table: Table,
+        entry: Entry,
+        finding: Finding | None,
+        basis: str,
+        elements: int,
+        revoking: bool,
     ) -> None:
         """Write down what a finished comparison found. ``revoking``: the signature was verified before."""
         with self._lock:
             entry.verifications += 1
+            entry.elements += elements
             entry.basis = basis
             if revoking and not table.host:
                 site.counters.rechecked += 1
@@ -420,6 +507,7 @@ class Gate:
                 self._refuse(site, table, entry, finding.cause, revoking)
         if finding is not None:
             self._warn(table, entry)
+        self._tell(table, entry)
 
     def _refuse(self, site: Site, table: Table, entry: Entry, cause: str, revoking: bool) -> None:
         entry.revoked = revoking
@@ -427,6 +515,54 @@ class Gate:
             site.counters.count_revocation(Revocation(site.name, table.op.name, str(entry.signature), cause))
             cause = f"revoked by a re-check at {site.name}, it was verified before: {cause}"
         table.settle(entry, State.REFUSED, cause)
+
+    # Verdicts that are kept beyond the process.
+
+    def _ask(self, table: Table, entry: Entry, args: tuple[Any, ...]) -> Word | None:
+        """Return what the store says about a claimed entry, with its kernel made ready, or ``None``."""
+        trust = self._trust
+        if trust is None or table.host or entry.state is not State.UNKNOWN or entry.told is trust:
+            return None
+        entry.told = trust
+        try:
+            with self._probe.relaxed():
+                if self._unfit(table, entry, args) is not None:
+                    return None
+                word = trust.ask(table.op, entry)
+                if word is not None and word.state is State.VERIFIED and entry.launcher is None:
+                    entry.launcher = table.op.prepare(*args)
+        except Exception:
+            return None  # The comparison will meet the same, and knows what to do about it.
+        return word
+
+    def _settle_as_stored(self, table: Table, entry: Entry, word: Word) -> None:
+        with self._lock:
+            entry.basis = STORED
+            cause = f"by {STORED}: {word.cause}" if word.state is State.REFUSED else ""
+            table.settle(entry, word.state, cause, open_to_calls=self._stopped is None)
+
+    def _confirm(
+        self, site: Site, table: Table, entry: Entry, args: tuple[Any, ...], expected: Outputs
+    ) -> Exception | None:
+        """Begin the comparison of a kernel that a stored verdict vouches for. Return what was raised on the way."""
+        launcher = entry.launcher
+        if launcher is None:
+            return self._judge(site, table, entry, args, expected, A_CALL)
+        try:
+            with self._probe.relaxed():
+                observation = observe(table.op, launcher, args, expected, entry.signature.names)
+        except Exception as error:
+            return self._unfinished(table, entry, error)
+        with self._lock:
+            entry.vouched = True
+            entry.watched += 1
+        device = entry.signature.devices[0]
+        self._await(Watched(site, table, entry, observation, device, count(expected), vouched=True))
+        return None
+
+    def _tell(self, table: Table, entry: Entry) -> None:
+        if self._trust is not None and not table.host:
+            self._trust.tell(table.op, entry)
 
     # The watch over verified signatures.
 
@@ -461,7 +597,8 @@ class Gate:
                     entry.watched -= 1
         try:
             if observation is not None:
-                self._await(Watched(site, table, entry, observation, entry.signature.devices[0]))
+                device, elements = entry.signature.devices[0], 0 if expected is None else count(expected)
+                self._await(Watched(site, table, entry, observation, device, elements))
             elif error is not None:
                 self._stop_if_sticky(error, site)
                 if expected is not None and not is_retryable(error):
@@ -499,15 +636,23 @@ class Gate:
             return
         if not self._drop(watched):
             return  # Another thread was faster.
+        if watched.vouched:
+            if finding is not None:
+                finding = finding._replace(cause=f"{finding.cause}, although {STORED} says verified")
+            if entry.state is State.UNKNOWN:
+                self._settle(site, table, entry, finding, VOUCHED, watched.elements, revoking=False)
+            return
         with self._lock:
             site.counters.rechecked += 1
             entry.verifications += 1
+            entry.elements += watched.elements
             # Meanwhile it may have been refused, or failed, for another reason.
             standing = entry.state is State.VERIFIED
             if finding is not None and standing:
                 self._refuse(site, table, entry, finding.cause, revoking=True)
         if finding is not None and standing:
             self._warn(table, entry)
+            self._tell(table, entry)
 
     def _drop(self, watched: Watched) -> bool:
         with self._lock:
@@ -515,6 +660,8 @@ class Gate:
                 return False
             self._outstanding.remove(watched)
             watched.entry.watched -= 1
+            if watched.vouched:
+                watched.entry.vouched = False
             return True
 
     def _unfit(self, table: Table, entry: Entry, args: tuple[Any, ...]) -> str | None:
@@ -550,7 +697,7 @@ class Gate:
         self._lock = threading.RLock()
         for table in self._tables.values():
             for entry in table.entries.values():
-                entry.busy, entry.watched = False, 0
+                entry.busy, entry.watched, entry.vouched = False, 0, False
                 if capture.forked() and any(device.type == "cuda" for device in entry.signature.devices):
                     table.settle(entry, State.UNSUPPORTED, FORKED)
         self._outstanding.clear()
@@ -582,6 +729,9 @@ def default_gate() -> Gate:
     with _default_lock:
         if _default is None:
             _default = Gate()
+            trust = settings().certificates
+            if trust != "off":
+                _default.use(default_store(), trust)
         return _default
 
 

@@ -19,6 +19,9 @@ from samebits.errors import SettingsError
 CACHE_DIR = "SAMEBITS_CACHE_DIR"
 """The variable that moves the folder of compiled kernels and certificates; for those who start processes."""
 
+CERTIFICATES = "SAMEBITS_CERTIFICATES"
+"""The variable that says what stored verdicts are worth; for those who start processes."""
+
 _ON = frozenset({"1", "true", "yes", "on"})
 _MOST_DIGITS = 18
 _OFF = frozenset({"", "0", "false", "no", "off"})
@@ -38,11 +41,16 @@ class Settings:
     recheck_every : int
         ``SAMEBITS_RECHECK_EVERY``: one verified call in how many is compared with eager again, on average, where the
         program does not say; 0, the default, for none.
+    certificates : str
+        ``SAMEBITS_CERTIFICATES``: what the gate of the process makes of stored verdicts where the program does not say:
+        ``hint`` (the default: they are checked at the first call), ``stored`` (they are believed), ``anew`` (they are
+        not asked for, but kept) or ``off``.
     """
 
     disabled: bool
     cache_dir: Path
     recheck_every: int = 0
+    certificates: str = "hint"
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -57,6 +65,7 @@ class Settings:
             disabled=_flag(environ, "SAMEBITS_DISABLE"),
             cache_dir=_cache_dir(environ.get(CACHE_DIR, "")),
             recheck_every=_count(environ, "SAMEBITS_RECHECK_EVERY"),
+            certificates=_certificates(environ, CERTIFICATES),
         )
 
 
@@ -87,6 +96,18 @@ def _count(environ: Mapping[str, str], variable: str) -> int:
     if word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS:
         return int(word)
     raise SettingsError(variable=variable, value=value, expected="a whole number of calls, or 0 for never")
+
+
+def _certificates(environ: Mapping[str, str], variable: str) -> str:
+    value = environ.get(variable, "")
+    word = value.strip().lower()
+    if not word or word in _ON:
+        return "hint"
+    if word in _OFF:
+        return "off"
+    if word in ("hint", "stored", "anew"):
+        return word
+    raise SettingsError(variable=variable, value=value, expected="hint, stored, anew or off")
 
 
 def _cache_dir(value: str) -> Path:

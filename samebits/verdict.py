@@ -60,8 +60,9 @@ class Verdict:
     verifications : int
         How many comparisons with eager were finished.
     basis : str
-        What the verdict rests on: ``"a call"``, ``"made-up inputs"`` (for a signature first met during a capture), or
-        empty when no comparison was finished.
+        What the verdict rests on: ``"a call"``; ``"made-up inputs"`` (for a signature first met during a capture);
+        ``"a stored verdict and a call"``; ``"a stored verdict"`` alone, where that was to be believed; or empty when
+        there was nothing of this.
     revoked : bool
         Whether a re-check withdrew a verdict that had been ``verified``.
     """
@@ -164,7 +165,13 @@ class Entry:
     """The age of the table in which it was last met."""
     revoked: bool = False
     verifications: int = 0
+    elements: int = 0
+    """How many output elements were compared, over all comparisons."""
     basis: str = ""
+    vouched: bool = False
+    """A stored verdict vouches for it, and the comparison that is to confirm it is not read yet."""
+    told: object = None
+    """The store that was asked about it already."""
     wait_calls: int = 0
     """Calls that still go by before the next attempt."""
     attempts: int = 0

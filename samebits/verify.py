@@ -177,11 +177,16 @@ def mark(device: torch.device) -> Callable[[], bool]:
     return done
 
 
-def check_made_up(op: Op, launcher: Launcher, signature: Signature, elements: int) -> Finding | None:
+def count(outputs: Outputs) -> int:
+    """Return how many elements a result has."""
+    return sum(output.numel() for output in ((outputs,) if isinstance(outputs, Tensor) else outputs))
+
+
+def check_made_up(op: Op, launcher: Launcher, signature: Signature, elements: int) -> tuple[Finding | None, int]:
     """Compare ``launcher`` with the reference on random inputs of ``signature``, until ``elements`` were compared.
 
     Where memory is short for a second set of tensors, or the reference does not take random values, there is nothing to
-    find here.
+    find here. The second thing returned is how many elements were compared.
     """
     compared = 0
     for seed in range(MADE_UP_DRAWS):
@@ -193,17 +198,17 @@ def check_made_up(op: Op, launcher: Launcher, signature: Signature, elements: in
         except Exception as error:
             if is_sticky(error):
                 raise
-            return None
+            break
         try:
             finding = check(op, launcher, args, expected, signature.names)
         except Exception as error:
             if is_out_of_memory(error):
-                return None
+                break
             raise
         if finding is not None:
-            return finding._replace(cause=f"on made-up inputs, {finding.cause}")
-        compared += sum(output.numel() for output in ((expected,) if isinstance(expected, Tensor) else expected))
-    return None
+            return finding._replace(cause=f"on made-up inputs, {finding.cause}"), compared
+        compared += count(expected)
+    return None, compared
 
 
 def protect(tensor: Tensor) -> _Copy:

@@ -35,6 +35,10 @@ class Watched:
     entry: Entry
     observation: Observation
     device: torch.device
+    elements: int
+    """How many output elements are compared."""
+    vouched: bool = False
+    """Whether it is to confirm a stored verdict about a kernel that answers no calls yet."""
 
 
 def first_due(number: int, every: int) -> int:

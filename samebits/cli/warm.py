@@ -134,6 +134,7 @@ def warm(
         from samebits.gate import Gate
         from samebits.loading import load
         from samebits.loading.device import find_device
+        from samebits.trust import default_store
         from samebits.warming import Texts, Warmth
         from samebits.warming import warm as run
 
@@ -144,6 +145,7 @@ def warm(
         if tokens and max(tokens) > most:
             raise click.UsageError(f"--tokens {max(tokens)}: {model} takes texts of at most {most} tokens.")
         gate = Gate()
+        gate.use(default_store(), "anew")
         outcome = Warmth()
         handle = apply(pipeline, host=host, gate=gate)
         try:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samebits.certificate import StoredVerdict
 from samebits.gate import Gate, Verdict
 from samebits.ops._op import Args, Op, Outputs
 
@@ -116,6 +117,28 @@ class FakeProbe:
         """Count how often a verification protected captures of others."""
         self.inside_relaxed += 1
         yield
+
+
+class FakeStore:
+    """A store in memory, and how often each of its methods was called."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[str, str, str], StoredVerdict] = {}
+        self.gets = self.puts = self.flushes = 0
+
+    def get(self, op: str, source: str, signature: str) -> StoredVerdict | None:
+        """What was put."""
+        self.gets += 1
+        return self.known.get((op, source, signature))
+
+    def put(self, verdict: StoredVerdict) -> None:
+        """Keep it."""
+        self.puts += 1
+        self.known[verdict.key] = verdict
+
+    def flush(self) -> None:
+        """Count."""
+        self.flushes += 1
 
 
 def make_gate(

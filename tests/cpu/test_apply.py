@@ -34,7 +34,7 @@ from torch import nn
 import samebits
 from samebits.apply import COMPILED, NEVER_CALLED, Report, Row, apply
 from samebits.errors import AlreadyAppliedError, ContractViolation, UnsupportedModelError
-from samebits.gate import Gate
+from samebits.gate import COMPARED, HINTED, Gate
 
 
 def touched(model: nn.Module) -> list[str]:
@@ -294,6 +294,36 @@ def test_recheck_every_is_an_option_like_the_others() -> None:
     with pytest.raises(AlreadyAppliedError, match="recheck_every=10"):
         apply(model)
     handle.remove()
+
+
+def test_trust_reaches_the_gate_and_verdicts_are_written_when_it_is_taken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path))
+    model, inputs = qwen(), qwen_inputs()
+    expected = run(model, inputs)
+    with apply(model, gate=KernelGate(), trust="hint") as first:
+        check_same_bits(run(model, inputs), expected)
+    reasons = {reason for row in first.report().rows for reason in row.reasons}
+    assert COMPARED in reasons
+    assert len(list((tmp_path / "certificates").glob("*.json"))) == 1
+    with apply(model, gate=KernelGate(), trust="hint") as second:
+        check_same_bits(run(model, inputs), expected)
+    reasons = {reason for row in second.report().rows for reason in row.reasons}
+    assert HINTED in reasons
+    assert COMPARED not in reasons
+    with apply(model, gate=KernelGate(), trust="stored") as third:
+        check_same_bits(run(model, inputs), expected)
+        with pytest.raises(AlreadyAppliedError, match="trust=stored"):
+            apply(model, gate=third.gate)
+    reasons = {reason for row in third.report().rows for reason in row.reasons}
+    assert not reasons & {COMPARED, HINTED}
+    for options in ({"trust": None}, {}):
+        gate = KernelGate()
+        with apply(model, gate=gate, **options):
+            assert gate._trust is None
+    with pytest.raises(ValueError, match="trust must be None or one of settings, hint, stored, anew, got 'yes'"):
+        apply(model, trust="yes")
 
 
 # Copies and stored models.

@@ -2,37 +2,85 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
-from gate_fakes import FakeKernel, FakeProbe, chain, fill_right, fill_zeros, inputs, make_gate
+from gate_fakes import FakeKernel, FakeProbe, FakeStore, chain, fill_right, fill_zeros, inputs, make_gate
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from torch import Tensor
 
 from samebits.bits import compare
+from samebits.certificate import StoredVerdict
 from samebits.errors import LaunchError
 from samebits.gate import State
 from samebits.ops._op import Args
+from samebits.signature import Signature
 
-ROWS = st.integers(1, 3)
+LIMIT = 6
+"""Signatures of a table: fewer than the calls have, so that some are forgotten all the time."""
+ROWS = st.integers(1, 9)
+NAMES = ("x", "scale", "eps", "shift")
+
+
+class SpoilableStore(FakeStore):
+    """A store that lies, or fails, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lies = self.fails = False
+
+    def get(self, op: str, source: str, signature: str) -> StoredVerdict | None:
+        """What was put, or that everything is well."""
+        if self.fails:
+            raise OSError("no disk")
+        if self.lies:
+            return StoredVerdict(op, source, signature, "verified")
+        return super().get(op, source, signature)
+
+    def put(self, verdict: StoredVerdict) -> None:
+        """Keep it."""
+        if self.fails:
+            raise OSError("no disk")
+        super().put(verdict)
 
 
 class GateMachine(RuleBasedStateMachine):
-    """Calls of three signatures mixed with captures, faults, re-checks and switching off.
+    """Calls of nine signatures at two sites, mixed with everything that may happen to a gate.
 
-    The kernel is right, lies (gives other bits), raises, or finds no memory. A lie must never reach a caller once
-    its signature is due for a comparison.
+    Captures begin and end, the gate is switched off and on, its table is too small, answers of the device come late,
+    re-checks are asked for, verdicts are stored, loaded and believed by other gates, and the store lies or fails. The
+    kernel is right, lies (gives other bits), raises, or finds no memory. Every call must return eager's bits: a kernel
+    that lies may answer nothing, unless it began to lie after its verdict and nothing made the gate look again.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.probe, self.kernel = FakeProbe(), FakeKernel(self._fill)
-        self.gate = make_gate(probe=self.probe)
-        self.site = self.gate.site("s", self.kernel.op())
+        self.monkeypatch = pytest.MonkeyPatch()
+        self.monkeypatch.setattr("samebits.verdict.SIGNATURE_LIMIT", LIMIT)
+        self.monkeypatch.setattr("samebits.verify.mark", lambda device: lambda: self.arrived)
+        self.probe, self.kernel, self.store = FakeProbe(), FakeKernel(self._fill), SpoilableStore()
+        self.arrived = True
         self.mode = "right"
-        self.calls = 0
-        self.final: dict[str, State] = {}
         self.answers_with = fill_right
+        self.trust: str | None = None
+        self._open(None, 0)
+
+    def teardown(self) -> None:
+        self.monkeypatch.undo()
+
+    def _open(self, trust: str | None, every: int) -> None:
+        """Begin as another process would: a new gate, the same store."""
+        self.trust = trust
+        store = None if trust is None else self.store
+        self.gate = make_gate(probe=self.probe, store=store, trust=trust or "hint", recheck_every=every)
+        op = self.kernel.op()
+        self.sites = [self.gate.site(name, op) for name in ("s", "t")]
+        self.table = self.sites[0]._table
+        self.calls = [0, 0]
+        self.final: dict[int, State] = {}
 
     def _fill(self, args: Args, outputs: tuple[Tensor, ...]) -> None:
         if self.mode == "raises":
@@ -43,77 +91,170 @@ class GateMachine(RuleBasedStateMachine):
 
     @initialize(known=st.lists(ROWS, max_size=3))
     def begin_with_verified_signatures(self, known: list[int]) -> None:
-        self.call(known)
+        self.call(known, 0)
 
-    @rule(rows=st.lists(ROWS, min_size=1, max_size=5))
-    def call(self, rows: list[int]) -> None:
+    # Calls.
+
+    @rule(rows=st.lists(ROWS, min_size=1, max_size=5), number=st.integers(0, 1))
+    def call(self, rows: list[int], number: int) -> None:
         for count in rows:
-            self._call(count)
+            self._call(count, number)
 
-    def _call(self, rows: int) -> None:
+    def _call(self, rows: int, number: int = 0) -> None:
         args = inputs(rows, 2)
-        self.calls += 1
+        self.calls[number] += 1
         launched = self.kernel.verified_launches
         # A re-check that waits for memory lets the kernel answer meanwhile, also one that turned after its verdict.
-        waits = any(entry.wait_calls for entry in self.site._table.entries.values())
+        waits = any(entry.wait_calls for entry in self.table.entries.values())
         with torch.no_grad():
-            result = self.site(*args)
+            result = self.sites[number](*args)
         if self.mode != "lies" or not waits:
             assert compare(result, chain(*args)) is None
             assert self.mode != "lies" or self.kernel.verified_launches == launched
-
-    @rule(mode=st.sampled_from(["right", "lies", "raises", "no memory"]))
-    def become(self, mode: str) -> None:
-        self.mode = mode
-        self.answers_with = fill_zeros if mode == "lies" else fill_right
-        if mode == "lies":
-            self.gate.recheck()  # As a sampled re-check would, sooner or later.
 
     @rule(here=st.booleans(), rows=st.lists(ROWS, min_size=1, max_size=3))
     def call_during_a_capture(self, here: bool, rows: list[int]) -> None:
         if self.mode == "lies":
             return  # Its re-check cannot be made inside a capture.
         self.probe.capturing_here, self.probe.capturing_elsewhere = here, not here
-        self.call(rows)
+        launches, verified = self.kernel.launches, self.kernel.verified_launches
+        self.call(rows, 0)
+        assert self.kernel.launches - launches == self.kernel.verified_launches - verified  # Nothing was compared.
         self.probe.capturing_here = self.probe.capturing_elsewhere = False
-
-    @rule()
-    def recheck(self) -> None:
-        self.gate.recheck()
 
     @rule(rows=ROWS)
     def call_while_switched_off(self, rows: int) -> None:
         self.gate.disable()
-        fused = self.site.counters.fused
+        fused = self.sites[0].counters.fused
         self._call(rows)
-        assert self.site.counters.fused == fused
-        assert not self.site._table.launchers
+        assert self.sites[0].counters.fused == fused
+        assert not self.table.launchers
         self.gate.enable()
+
+    # The kernel, the device, time.
+
+    @rule(mode=st.sampled_from(["right", "lies", "raises", "no memory"]))
+    def become(self, mode: str) -> None:
+        if mode == "lies" and self.trust == "stored":
+            return  # To believe a stored verdict is to believe it.
+        self.mode = mode
+        self.answers_with = fill_zeros if mode == "lies" else fill_right
+        if mode == "lies":
+            self.gate.recheck()  # As a sampled re-check would, sooner or later.
+
+    @rule()
+    def recheck(self) -> None:
+        due = self.gate.recheck()
+        assert due <= len(self.table.entries)
+        assert not self.table.launchers
+
+    @rule(arrived=st.booleans())
+    def answers_arrive_or_are_late(self, arrived: bool) -> None:
+        self.arrived = arrived
+        left = self.gate.collect()
+        assert left == 0 or not arrived
+
+    # The store.
+
+    @rule(trust=st.sampled_from([None, "hint", "stored", "anew"]), every=st.sampled_from([0, 1, 3]))
+    def begin_again(self, trust: str | None, every: int) -> None:
+        """A new process: it loads what the last one stored."""
+        if trust == "stored" and (self.mode == "lies" or self.store.lies or not self._store_is_honest()):
+            trust = "hint"
+        self._open(trust, every)
+
+    @rule(trust=st.sampled_from([None, "hint", "anew"]))
+    def ask_another_store(self, trust: str | None) -> None:
+        """The same process, told to keep its verdicts elsewhere."""
+        if self.trust != "stored":
+            self.store = SpoilableStore()
+            self.trust = trust
+            self.gate.use(None if trust is None else self.store, trust or "hint")
+
+    @rule(lies=st.booleans(), fails=st.booleans())
+    def corrupt_the_store(self, lies: bool, fails: bool) -> None:
+        if self.trust != "stored":
+            self.store.lies, self.store.fails = lies, fails
+
+    @rule(rows=ROWS, state=st.sampled_from(["verified", "refused"]))
+    def plant_a_verdict(self, rows: int, state: Any) -> None:
+        """Somebody else wrote into the store, truly or not."""
+        if self.trust != "stored":
+            signature = Signature.of(NAMES, inputs(rows, 2)).canonical()
+            source = self.sites[0].op.source_hash
+            self.store.known["scale_add", source, signature] = StoredVerdict("scale_add", source, signature, state)
+
+    def _store_is_honest(self) -> bool:
+        """Whether what is stored as verified was verified: here that means only that the kernel is right now."""
+        return self.mode == "right"
+
+    # What holds after every step.
 
     @invariant()
     def every_call_is_counted_once(self) -> None:
-        counters = self.site.counters
-        assert counters.fused + counters.eager == self.calls
-        assert sum(counters.reasons.values()) == counters.eager
-        assert "" not in counters.reasons
+        for site, calls in zip(self.sites, self.calls, strict=True):
+            counters = site.counters
+            assert counters.fused + counters.eager == calls
+            assert sum(counters.reasons.values()) == counters.eager
+            assert "" not in counters.reasons
+            assert counters.differed == len(counters.revocations) <= counters.rechecked
 
     @invariant()
-    def verdicts_that_are_final_stay(self) -> None:
-        for verdict in self.gate.verdicts():
-            assert self.final.get(verdict.signature, verdict.state) is verdict.state
-            if verdict.state in (State.REFUSED, State.FAILED):
-                self.final[verdict.signature] = verdict.state
+    def verdicts_that_are_final_stay_until_they_are_forgotten(self) -> None:
+        final = {}
+        for entry in self.table.entries.values():
+            assert self.final.get(id(entry), entry.state) is entry.state
+            if entry.state in (State.REFUSED, State.FAILED):
+                final[id(entry)] = entry.state
+        self.final = final
 
     @invariant()
     def only_verified_signatures_skip_the_gate(self) -> None:
-        table = self.site._table
-        for key in table.launchers:
-            assert key is not None
-            entry = table.entries[key]
-            assert entry.state is State.VERIFIED
-            assert not entry.recheck
-        assert not any(entry.busy for entry in table.entries.values())
+        entries = self.table.entries
+        assert self.table.launchers == {key: entry.open for key, entry in entries.items() if entry.open is not None}
+        for entry in entries.values():
+            if entry.open is not None:
+                assert entry.state is State.VERIFIED
+                assert not entry.recheck
+            assert not entry.busy
+
+    @invariant()
+    def everything_is_bounded_and_nothing_hangs(self) -> None:
+        entries = self.table.entries.values()
+        assert len(entries) <= LIMIT
+        assert {entry for entry in entries if entry.queued} == set(self.gate.pending)
+        awaited = self.gate._outstanding
+        assert sum(entry.watched for entry in entries) == len(awaited)
+        assert {entry for entry in entries if entry.vouched} == {one.entry for one in awaited if one.vouched}
+        assert not (self.arrived and awaited)
+        for site in self.sites:
+            assert len(site._guesses) <= 4
+
+    @invariant()
+    def a_store_that_is_believed_was_told_nothing_false(self) -> None:
+        if self.mode == "lies" and self.trust == "stored":
+            raise AssertionError("the rules keep these two apart")
 
 
 TestGateMachine = GateMachine.TestCase
-TestGateMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestGateMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+class BlindMachine(GateMachine):
+    """The control: a gate that takes a hint's word for it lets lies through, and the machine must notice."""
+
+    @rule(rows=ROWS)
+    def believe_a_lie(self, rows: int) -> None:
+        self._open("hint", 0)
+        self.store.fails, self.store.lies = False, True
+        assert self.gate._trust is not None
+        self.gate._trust.trust = "stored"
+        self.mode, self.answers_with = "lies", fill_zeros
+        self._call(rows)
+
+
+def test_the_machine_notices_a_gate_that_believes_too_much() -> None:
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(
+            BlindMachine, settings=settings(max_examples=20, stateful_step_count=10, deadline=None, database=None)
+        )

@@ -42,7 +42,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
 # Rooms that are several files rather than a folder.
-PART_OF = {"site": "gate", "verdict": "gate", "verify": "gate", "signature": "gate", "guess": "gate", "watch": "gate"}
+PART_OF = dict.fromkeys(("site", "verdict", "verify", "signature", "guess", "watch", "trust"), "gate")
 
 # Arrows that the floors would allow and the design does not.
 FORBIDDEN = {

@@ -48,6 +48,30 @@ def test_a_number_of_calls_that_is_none_is_an_error(value: str) -> None:
         Settings.from_environ({"SAMEBITS_RECHECK_EVERY": value})
 
 
+@pytest.mark.parametrize(
+    ("value", "trust"),
+    [
+        ("", "hint"),
+        ("1", "hint"),
+        ("Hint", "hint"),
+        ("stored", "stored"),
+        (" anew", "anew"),
+        ("off", "off"),
+        ("0", "off"),
+    ],
+)
+def test_certificates(value: str, trust: str) -> None:
+    assert Settings.from_environ({"SAMEBITS_CERTIFICATES": value}).certificates == trust
+    assert Settings.from_environ({}).certificates == "hint"
+
+
+def test_a_trust_that_is_none_is_an_error() -> None:
+    with pytest.raises(
+        SettingsError, match=r"SAMEBITS_CERTIFICATES='trusted' is not understood: expected hint, stored"
+    ):
+        Settings.from_environ({"SAMEBITS_CERTIFICATES": "trusted"})
+
+
 def test_cache_dir_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Settings.from_environ({"SAMEBITS_CACHE_DIR": "here"}).cache_dir == tmp_path / "here"
@@ -65,7 +89,8 @@ def test_without_a_home_the_cache_goes_under_the_temporary_folder(monkeypatch: p
 def test_settings_follow_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("SAMEBITS_DISABLE", "1")
-    assert settings() == Settings(disabled=True, cache_dir=tmp_path)
+    monkeypatch.setenv("SAMEBITS_CERTIFICATES", "stored")
+    assert settings() == Settings(disabled=True, cache_dir=tmp_path, certificates="stored")
     monkeypatch.delenv("SAMEBITS_DISABLE")
     assert settings().disabled is False
 
