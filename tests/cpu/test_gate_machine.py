@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gate_fakes import FakeKernel, FakeProbe, FakeStore, chain, fill_right, fill_zeros, inputs, make_gate
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from torch import Tensor
@@ -18,6 +18,7 @@ from samebits.errors import LaunchError
 from samebits.gate import State
 from samebits.ops._op import Args
 from samebits.signature import Signature
+from samebits.verdict import Entry
 
 LIMIT = 6
 """Signatures of a table: fewer than the calls have, so that some are forgotten all the time."""
@@ -80,7 +81,7 @@ class GateMachine(RuleBasedStateMachine):
         self.sites = [self.gate.site(name, op) for name in ("s", "t")]
         self.table = self.sites[0]._table
         self.calls = [0, 0]
-        self.final: dict[int, State] = {}
+        self.final: dict[Entry, State] = {}
 
     def _fill(self, args: Args, outputs: tuple[Tensor, ...]) -> None:
         if self.mode == "raises":
@@ -136,7 +137,7 @@ class GateMachine(RuleBasedStateMachine):
     @rule(mode=st.sampled_from(["right", "lies", "raises", "no memory"]))
     def become(self, mode: str) -> None:
         if mode == "lies" and self.trust == "stored":
-            return  # To believe a stored verdict is to believe it.
+            return  # See begin_again.
         self.mode = mode
         self.answers_with = fill_zeros if mode == "lies" else fill_right
         if mode == "lies":
@@ -159,9 +160,8 @@ class GateMachine(RuleBasedStateMachine):
     @rule(trust=st.sampled_from([None, "hint", "stored", "anew"]), every=st.sampled_from([0, 1, 3]))
     def begin_again(self, trust: str | None, every: int) -> None:
         """A new process: it loads what the last one stored."""
-        if trust == "stored" and (self.mode == "lies" or self.store.lies or not self._store_is_honest()):
-            trust = "hint"
-        self._open(trust, every)
+        # To believe a store is to believe it: what it vouches for must be true, which here means a right kernel.
+        self._open("hint" if trust == "stored" and self.mode != "right" else trust, every)
 
     @rule(trust=st.sampled_from([None, "hint", "anew"]))
     def ask_another_store(self, trust: str | None) -> None:
@@ -184,10 +184,6 @@ class GateMachine(RuleBasedStateMachine):
             source = self.sites[0].op.source_hash
             self.store.known["scale_add", source, signature] = StoredVerdict("scale_add", source, signature, state)
 
-    def _store_is_honest(self) -> bool:
-        """Whether what is stored as verified was verified: here that means only that the kernel is right now."""
-        return self.mode == "right"
-
     # What holds after every step.
 
     @invariant()
@@ -203,9 +199,9 @@ class GateMachine(RuleBasedStateMachine):
     def verdicts_that_are_final_stay_until_they_are_forgotten(self) -> None:
         final = {}
         for entry in self.table.entries.values():
-            assert self.final.get(id(entry), entry.state) is entry.state
+            assert self.final.get(entry, entry.state) is entry.state
             if entry.state in (State.REFUSED, State.FAILED):
-                final[id(entry)] = entry.state
+                final[entry] = entry.state
         self.final = final
 
     @invariant()
@@ -230,14 +226,9 @@ class GateMachine(RuleBasedStateMachine):
         for site in self.sites:
             assert len(site._guesses) <= 4
 
-    @invariant()
-    def a_store_that_is_believed_was_told_nothing_false(self) -> None:
-        if self.mode == "lies" and self.trust == "stored":
-            raise AssertionError("the rules keep these two apart")
-
 
 TestGateMachine = GateMachine.TestCase
-TestGateMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestGateMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 class BlindMachine(GateMachine):
@@ -254,7 +245,8 @@ class BlindMachine(GateMachine):
 
 
 def test_the_machine_notices_a_gate_that_believes_too_much() -> None:
+    seen = settings(
+        max_examples=20, stateful_step_count=10, deadline=None, database=None, phases=[Phase.generate]
+    )  # Nobody needs the smallest example of it.
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(
-            BlindMachine, settings=settings(max_examples=20, stateful_step_count=10, deadline=None, database=None)
-        )
+        run_state_machine_as_test(BlindMachine, settings=seen)
