@@ -65,6 +65,22 @@ _PREFIXES = ("CUBLAS_", "CUBLASLT_", "CUDNN_", "PYTORCH_", "TORCH_BLAS_", "TORCH
 _HARMLESS = frozenset({"PYTORCH_KERNEL_CACHE_PATH", "PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_VERSION"})
 """Members of those families that decide no bit, and that libraries and container images set by themselves."""
 
+_CPU_ALONE: dict[str, frozenset[str]] = {
+    "cpu": frozenset({"capability", "threads"}),
+    "flags": frozenset({"flush_denormal", "mkldnn_enabled"}),
+    "variables": frozenset(
+        {
+            "ATEN_CPU_CAPABILITY",
+            "MKL_CBWR",
+            "MKL_NUM_THREADS",
+            "OMP_NUM_THREADS",
+            "ONEDNN_DEFAULT_FPMATH_MODE",
+            "ONEDNN_MAX_CPU_ISA",
+        }
+    ),
+}
+"""What :func:`certified` leaves out."""
+
 _NOT_JUDGING = frozenset(
     {
         "__init__.py",
@@ -141,6 +157,18 @@ def fingerprint(device: int | None = None) -> dict[str, Any]:
         "flags": _flags(),
         "variables": {name: os.environ[name] for name in sorted(os.environ) if _decides(name)},
     }
+
+
+def certified(device: int | None = None) -> dict[str, Any]:
+    """Return the fingerprint without what decides results of a CPU alone: what a verdict about a GPU's kernel rests on.
+
+    A launcher of several processes sets the number of CPU threads, for one; a server started by it would not find what
+    was verified before. Arguments are those of :func:`fingerprint`.
+    """
+    found = fingerprint(device)
+    for group, names in _CPU_ALONE.items():
+        found[group] = {name: value for name, value in found[group].items() if name not in names}
+    return found
 
 
 def digest(environment: dict[str, Any]) -> str:

@@ -141,7 +141,7 @@ def default_store() -> Store:
     """Return the certificates of this process, in the cache folder that the settings name now."""
     # Late, so that nothing is read, hashed or asked before there is a verdict to ask for.
     from samebits.certificate import CertificateStore, folder_in
-    from samebits.environment import fingerprint
+    from samebits.environment import certified
 
     folder = folder_in(settings().cache_dir)
-    return _stores.setdefault(folder, CertificateStore(folder, fingerprint))
+    return _stores.setdefault(folder, CertificateStore(folder, certified))

@@ -116,7 +116,7 @@ def canonical(environment: Mapping[str, Any]) -> str:
 
 
 def digest(environment: Mapping[str, Any]) -> str:
-    """The SHA-256 of a fingerprint, in hexadecimal. ``samebits env`` prints the same one."""
+    """The SHA-256 of a fingerprint, in hexadecimal: the same as ``samebits.environment.digest``."""
     return hashlib.sha256(canonical(environment).encode()).hexdigest()
 
 

@@ -45,7 +45,7 @@ class CertificateStore:
     folder : Path
         Where the files are; made when first written to, for its owner only.
     environment : mapping or callable
-        The fingerprint of this process (``samebits.environment.fingerprint``), or a function that returns it. A
+        The fingerprint of this process (``samebits.environment.certified``), or a function that returns it. A
         function is asked at every look-up, so that a flag that changes in between leads to another file.
 
     Notes

@@ -72,14 +72,14 @@ def show(name: str, op: str | None, refused: bool, signatures: bool, as_json: bo
     with _explained(folder):
         certificate = _find(_inspect(folder), name, here, folder)
     from samebits.certificate import differences
-    from samebits.environment import fingerprint
+    from samebits.environment import certified
 
     wanted = [
         verdict
         for verdict in certificate.verdicts
         if (op is None or verdict.op == op) and (not refused or verdict.state == "refused")
     ]
-    apart = [] if certificate.problem else list(differences(certificate.environment, fingerprint()))
+    apart = [] if certificate.problem else list(differences(certificate.environment, certified()))
     if as_json:
         document = {
             **_row(certificate, here),
@@ -154,9 +154,9 @@ def _folder() -> Path:
 def _here() -> str:
     """The name of this environment's certificate, whether there is one or not."""
     from samebits.certificate import name_of
-    from samebits.environment import fingerprint
+    from samebits.environment import certified
 
-    return name_of(fingerprint())
+    return name_of(certified())
 
 
 def _inspect(folder: Path) -> list[Certificate]:

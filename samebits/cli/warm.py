@@ -86,6 +86,7 @@ def _words(values: tuple[str, ...]) -> Iterator[str]:
     help="As it will be served.",
 )
 @click.option("--host", is_flag=True, help="On the CPU, through kernels compiled for the CPU (needs a C++ compiler).")
+@click.option("--trust", is_flag=True, help="Believe stored verdicts; without it everything is compared anew.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 def warm(
     model: str,
@@ -99,12 +100,14 @@ def warm(
     device: str | None,
     offload: str,
     host: bool,
+    trust: bool,
     as_json: bool,
 ) -> int:
     """Verify all signatures of a deployment of MODEL: every size, batch and text length together.
 
-    MODEL is a hub id, a local folder, tiny-qwen-image or tiny-z-image. The compiled kernels stay in the cache, so that
-    the server that comes after compiles nothing. See docs/certificates.md.
+    MODEL is a hub id, a local folder, tiny-qwen-image or tiny-z-image. Verdicts are stored as a certificate of this
+    environment, and the compiled kernels in the cache, so that a server that comes after and trusts what is stored
+    compares and compiles nothing. See docs/certificates.md.
 
     Exit code 0: everything was verified. 1: something was refused, failed or left open, or there was nothing that a
     kernel takes. 2: usage.
@@ -131,10 +134,11 @@ def warm(
         import torch
 
         from samebits.apply import apply
+        from samebits.certificate import CertificateStore, folder_in, name_of
+        from samebits.environment import certified
         from samebits.gate import Gate
         from samebits.loading import load
         from samebits.loading.device import find_device
-        from samebits.trust import default_store
         from samebits.warming import Texts, Warmth
         from samebits.warming import warm as run
 
@@ -144,8 +148,9 @@ def warm(
         most = Texts(pipeline).most
         if tokens and max(tokens) > most:
             raise click.UsageError(f"--tokens {max(tokens)}: {model} takes texts of at most {most} tokens.")
+        store = CertificateStore(folder_in(settings().cache_dir), certified)
         gate = Gate()
-        gate.use(default_store(), "anew")
+        gate.use(store, "stored" if trust else "anew")
         outcome = Warmth()
         handle = apply(pipeline, host=host, gate=gate)
         try:
@@ -164,8 +169,16 @@ def warm(
         finally:
             report = handle.report()
             handle.remove()
+            gate.flush()  # What was verified is kept, also where this was interrupted.
+    kept = {"name": name_of(certified()), "verdicts": len(store.verdicts()), "problem": store.problem}
     if as_json:
-        document = {"model": model, "device": str(where), **to_json(outcome), "sites": report.to_json()}
+        document = {
+            "model": model,
+            "device": str(where),
+            **to_json(outcome),
+            "certificate": kept,
+            "sites": report.to_json(),
+        }
         click.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
         click.echo(f"{model} on {where}, {dtype}\n")
@@ -173,6 +186,7 @@ def warm(
         silent = unasked(report.to_json())
         if silent is not None:
             click.echo(silent)
+        click.echo(_kept(kept, host))
     return 0 if outcome.good else DIFFERENT
 
 
@@ -263,6 +277,17 @@ def show(outcome: Warmth) -> None:
         click.echo(f"\n{op}: more signatures than the gate remembers; warm fewer combinations per process")
     number = len(outcome.calls)
     click.echo(f"\n{number:,} combination{'s' * (number != 1)}, {outcome.runs:,} runs, {outcome.seconds:.1f} s")
+
+
+def _kept(kept: dict[str, Any], host: bool) -> str:
+    """Say what the next process will find."""
+    if kept["problem"]:
+        return str(kept["problem"])
+    if host:
+        return "no verdict was stored: one of a kernel built for the CPU is worth its own run only"
+    if not kept["verdicts"]:
+        return "no verdict was stored: nothing was compared"
+    return f"certificate {kept['name']} holds {kept['verdicts']:,} verdicts about this environment"
 
 
 def unasked(rows: list[dict[str, Any]]) -> str | None:

@@ -694,7 +694,7 @@ def test_it_loads_no_torch() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_the_digest_is_the_one_that_env_prints() -> None:
+def test_the_digest_is_that_of_the_environment() -> None:
     from samebits import environment
 
     found = environment.fingerprint()

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from samebits.certificate import CertificateStore, StoredVerdict, folder_in, name_of
 from samebits.cli import main
-from samebits.environment import fingerprint
+from samebits.environment import certified
 
 OTHER: dict[str, Any] = {"gpu": {"name": "NVIDIA Pretend 9"}, "torch": {"version": "2.99.0"}}
 
@@ -32,7 +32,7 @@ def verdict(signature: str, state: str = "verified", op: str = "qk_norm") -> Sto
 @pytest.fixture
 def stored(folder: Path) -> Path:
     """One certificate of this environment, one of another, and a file that is none."""
-    here = CertificateStore(folder, fingerprint())
+    here = CertificateStore(folder, certified())
     for one in (verdict("a"), verdict("b", "refused"), verdict("c", op="swiglu")):
         here.put(one)
     here.flush()
@@ -42,7 +42,7 @@ def stored(folder: Path) -> Path:
     bad = folder / f"v1-{'0' * 32}.json"
     bad.write_text("{}")
     bad.chmod(0o600)
-    for age, path in enumerate((folder / f"{name_of(fingerprint())}.json", folder / f"{name_of(OTHER)}.json", bad)):
+    for age, path in enumerate((folder / f"{name_of(certified())}.json", folder / f"{name_of(OTHER)}.json", bad)):
         os.utime(path, (1000 - age, 1000 - age))
     return folder
 
@@ -59,7 +59,7 @@ def document(*arguments: str) -> dict[str, Any]:
 
 
 def test_an_empty_folder_is_no_error(folder: Path) -> None:
-    assert document("list") == {"folder": str(folder), "here": name_of(fingerprint()), "certificates": []}
+    assert document("list") == {"folder": str(folder), "here": name_of(certified()), "certificates": []}
     assert run("list").stdout == f"no certificates in {folder}\n"
     assert document("clear", "--yes") == {"folder": str(folder), "removed": []}
     assert run("clear", "--yes").stdout == f"nothing to remove in {folder}\n"
@@ -68,7 +68,7 @@ def test_an_empty_folder_is_no_error(folder: Path) -> None:
 
 def test_list(stored: Path) -> None:
     rows = document("list")["certificates"]
-    assert [row["name"] for row in rows] == [name_of(fingerprint()), name_of(OTHER), f"v1-{'0' * 32}"]
+    assert [row["name"] for row in rows] == [name_of(certified()), name_of(OTHER), f"v1-{'0' * 32}"]
     assert [(row["here"], row["verified"], row["refused"]) for row in rows] == [
         (True, 2, 1),
         (False, 1, 0),
@@ -80,7 +80,7 @@ def test_list(stored: Path) -> None:
     done = run("list")
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
-    assert name_of(fingerprint())[:15] in lines[1]
+    assert name_of(certified())[:15] in lines[1]
     assert " here " in lines[1]
     assert "NVIDIA Pretend 9" in lines[2]
     assert "here" not in lines[2]
@@ -90,15 +90,15 @@ def test_list(stored: Path) -> None:
 
 def test_show_is_this_environments_by_default(stored: Path) -> None:
     found = document("show")
-    assert found["name"] == name_of(fingerprint())
+    assert found["name"] == name_of(certified())
     assert found["differences"] == []
-    assert found["environment"] == fingerprint()
+    assert found["environment"] == certified()
     assert {row["signature"]: row["state"] for row in found["verdicts"]} == {
         "a": "verified",
         "b": "refused",
         "c": "verified",
     }
-    assert found["path"] == str(stored / f"{name_of(fingerprint())}.json")
+    assert found["path"] == str(stored / f"{name_of(certified())}.json")
     assert document("show", "here") == found
     text = run("show").stdout
     assert "\nthis environment\n" in text
@@ -119,7 +119,7 @@ def test_show_says_how_another_environment_differs(stored: Path) -> None:
     for spelling in (name, name[:9], name.removeprefix("v1-")[:8]):
         assert document("show", spelling)["name"] == name
     apart = document("show", name)["differences"]
-    assert f"torch.version was '2.99.0' and is '{fingerprint()['torch']['version']}'" in apart
+    assert f"torch.version was '2.99.0' and is '{certified()['torch']['version']}'" in apart
     assert "flags is only in this process" in apart
     text = run("show", name).stdout
     assert "NVIDIA Pretend 9, torch 2.99.0" in text
@@ -166,8 +166,8 @@ def test_nothing_stored_for_here(folder: Path) -> None:
 def test_clear_one(stored: Path) -> None:
     done = run("clear", "here")
     assert done.exit_code == 0
-    assert done.stdout.startswith(f"removed {name_of(fingerprint())}: 3 verdicts of ")
-    assert not (stored / f"{name_of(fingerprint())}.json").exists()
+    assert done.stdout.startswith(f"removed {name_of(certified())}: 3 verdicts of ")
+    assert not (stored / f"{name_of(certified())}.json").exists()
     assert document("clear", name_of(OTHER)[:12], "0000")["removed"] == [name_of(OTHER), f"v1-{'0' * 32}"]
     assert [path.name for path in stored.iterdir()] == ["lock"]
 

@@ -19,7 +19,7 @@ import torch
 from samebits import environment
 from samebits.certificate import CertificateStore, StoredVerdict, inspect
 from samebits.certificate import folder as files
-from samebits.environment import digest, fingerprint
+from samebits.environment import certified, digest, fingerprint
 
 KEPT = ("_driver", "_cpu_model", "_triton", "_nvrtc", "_version", "_build", "_verifier")
 """What the process is asked only once."""
@@ -349,6 +349,43 @@ def test_the_driver_and_cudnn_change_it(gpu: list[SimpleNamespace], monkeypatch:
         seen.append(digest(fingerprint()))
     monkeypatch.undo()
     assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize(
+    "variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"]
+)
+def test_what_decides_on_a_cpu_alone_voids_no_certificate(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, whole, threads = certified(), fingerprint(), torch.get_num_threads()
+    monkeypatch.setenv(variable, "1")
+    try:
+        torch.set_num_threads(threads + 1)
+        torch.set_flush_denormal(True)
+        assert certified() == before
+        assert fingerprint() != whole
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+
+
+def test_a_certificate_rests_on_everything_else() -> None:
+    assert certified().keys() == fingerprint().keys()
+    for name, value in fingerprint().items():
+        if name not in environment._CPU_ALONE:
+            assert certified()[name] == value
+    assert set(fingerprint()["flags"]) - set(certified()["flags"]) == {"flush_denormal", "mkldnn_enabled"}
+    assert set(fingerprint()["cpu"]) - set(certified()["cpu"]) == {"capability", "threads"}
+
+
+def test_flags_and_variables_of_a_gpu_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest(certified())
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    changed = digest(certified())
+    assert changed != before
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert digest(certified()) not in (before, changed)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_triton_is_told_by_its_version_its_assembler_and_its_library(

@@ -16,7 +16,9 @@ from gate_fakes import FakeProbe
 
 from samebits import jit, tiny
 from samebits.apply import Handle, apply
+from samebits.certificate import folder_in, inspect, name_of
 from samebits.cli import main
+from samebits.environment import certified
 from samebits.errors import ModelError
 from samebits.gate import CAPTURING, COMPARED, State
 from samebits.warming import DEFAULT_TOKENS, Call, Texts, Warmth, warm
@@ -260,15 +262,25 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let the command's gate have kernels written in Python."""
+def kept(cache: Path) -> dict[str, int]:
+    """How many verdicts of each state this environment's certificate holds."""
+    found = inspect(folder_in(cache))
+    assert [one.name for one in found] in ([], [name_of(certified())])
+    return dict(Counter(verdict.state for one in found for verdict in one.verdicts))
 
-    def use(spoilt: str | None = None) -> None:
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[KernelGate]]:
+    """Let the command's gates have kernels written in Python, and return those gates."""
+
+    def use(spoilt: str | None = None) -> list[KernelGate]:
+        made: list[KernelGate] = []
+
         class Gate(KernelGate):
-            def __init__(self, **options: Any) -> None:
+            def __init__(self) -> None:
                 super().__init__()
                 self.made_up_elements = 0
+                made.append(self)
 
             def _kernel(self, op: Any) -> Any:
                 right = super()._kernel(op)
@@ -281,6 +293,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 return wrong if op.name == spoilt else right
 
         monkeypatch.setattr("samebits.gate.Gate", Gate)
+        return made
 
     return use
 
@@ -293,7 +306,7 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)
-def test_all_verified_is_0(cache: Path, kernels: Callable[..., None], name: str) -> None:
+def test_all_verified_is_0(cache: Path, kernels: Callable[..., Any], name: str) -> None:
     kernels()
     done = run(name, "--sizes", "64,64x96", "--batch", "1,2", "--tokens", "32-64:32", "--json")
     assert done.exit_code == 0, done.output
@@ -303,10 +316,68 @@ def test_all_verified_is_0(cache: Path, kernels: Callable[..., None], name: str)
     assert found["reasons"] == []
     assert {row["op"] for row in found["ops"]} >= {"rms_norm_scale", "qk_norm_rope"}
     assert all(row["verified"] > 0 and row["refused"] == 0 for row in found["ops"])
+    verified = sum(row["verified"] for row in found["ops"])
+    assert found["certificate"] == {"name": name_of(certified()), "verdicts": verified, "problem": None}
+    assert kept(cache) == {"verified": verified}
     assert found["runs"] > found["combinations"]
 
 
-def test_one_that_differs_is_1_and_named(cache: Path, kernels: Callable[..., None]) -> None:
+def test_what_is_stored_is_believed_only_when_told_to(cache: Path, kernels: Callable[..., Any]) -> None:
+    made = kernels()
+    assert run(QWEN, *QUICK).exit_code == 0
+    stored = kept(cache)
+    gate = made[-1]
+    assert {verdict.basis for verdict in gate.verdicts()} == {"a call"}
+    done = run(QWEN, *QUICK, "--trust")
+    assert done.exit_code == 0
+    assert f"certificate {name_of(certified())} holds {stored['verified']} verdicts" in done.stdout
+    believed = made[-1]
+    assert believed is not gate
+    assert {verdict.basis for verdict in believed.verdicts()} == {"a stored verdict"}
+    assert sum(verdict.verifications for verdict in believed.verdicts()) == 0
+
+    made = kernels(spoilt="gelu_tanh")
+    assert run(QWEN, *QUICK, "--trust").exit_code == 0, "that is what trust means"
+    assert run(QWEN, *QUICK).exit_code == 1
+    assert kept(cache) == {"verified": stored["verified"] - 2, "refused": 2}
+    made = kernels()
+    done = run(QWEN, *QUICK, "--trust")
+    assert done.exit_code == 1, "once refused stays refused"
+    assert "by a stored verdict" in done.stdout
+    assert CliRunner().invoke(main, ["certificates", "clear", "here"]).exit_code == 0
+    assert run(QWEN, *QUICK, "--trust").exit_code == 0
+
+
+def test_what_was_verified_before_an_interruption_is_stored(
+    cache: Path, kernels: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels()
+    real = Texts.arguments
+    turn = iter(range(9))
+
+    def stop(self: Texts, *args: Any) -> Any:
+        if next(turn) == 1:
+            raise KeyboardInterrupt
+        return real(self, *args)
+
+    monkeypatch.setattr(Texts, "arguments", stop)
+    done = run(QWEN, "--sizes", "64", "--tokens", "5,6")
+    assert done.exit_code == 130
+    assert kept(cache)["verified"] > 5
+
+
+def test_a_certificate_that_cannot_be_written_is_said_to_be(
+    cache: Path, kernels: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels()
+    (cache / "certificates").write_text("in the way")
+    done = run(QWEN, *QUICK)
+    assert done.exit_code == 0, "everything was verified all the same"
+    assert "the folder is no folder" in done.stdout
+    assert "is no folder" in json.loads(run(QWEN, *QUICK, "--json").stdout)["certificate"]["problem"]
+
+
+def test_one_that_differs_is_1_and_named(cache: Path, kernels: Callable[..., Any]) -> None:
     kernels(spoilt="gelu_tanh")
     done = run(QWEN, *QUICK)
     assert done.exit_code == 1
@@ -322,6 +393,8 @@ def test_on_a_cpu_nothing_is_verified_and_it_says_why(cache: Path) -> None:
     assert done.exit_code == 1
     assert "15 unsupported" in done.stdout
     assert "the tensors are on the CPU" in done.stdout
+    assert "no verdict was stored: nothing was compared" in done.stdout
+    assert kept(cache) == {}
     found = json.loads(run(QWEN, *QUICK, "--json").stdout)
     assert found["good"] is False
     assert sum(row["unsupported"] for row in found["ops"]) == found["reasons"][0]["signatures"] == 15
@@ -338,6 +411,8 @@ def test_with_the_kernels_of_the_cpu(cache: Path) -> None:
     assert states["failed"] == states["unknown"] == 0
     assert done.exit_code == (0 if states["refused"] == 0 else 1)
     assert all(row["op"].endswith("(CPU)") for row in found["ops"])
+    assert found["certificate"]["verdicts"] == 0
+    assert kept(cache) == {}, "one comparison on a CPU says little about the next"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""Certificates and warming on a real GPU: what one process verified, the next one uses without a comparison."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import samebits
+from samebits import tiny
+from samebits.certificate import folder_in, inspect, name_of
+from samebits.cli import main
+from samebits.environment import certified
+from samebits.gate import COMPARED, Gate
+from samebits.settings import CACHE_DIR
+
+pytestmark = pytest.mark.gpu
+
+SERVED = ["--sizes", "64,128x64", "--batch", "1,2", "--tokens", "32,40", "--guidance", "0"]
+
+PAINTS = """
+import json, sys
+import torch
+import samebits
+from samebits import tiny
+from samebits.gate import Gate
+from samebits.trust import default_store
+
+name, trust, flag = sys.argv[1:]
+if flag == "tf32":
+    torch.backends.cuda.matmul.allow_tf32 = True
+pipe = tiny.build(name, torch.bfloat16).to("cuda")
+pipe.set_progress_bar_config(disable=True)
+gate = Gate(store=default_store(), trust=trust)
+handle = samebits.apply(pipe, gate=gate)
+off = {"true_cfg_scale": 1.0} if name == "tiny-qwen-image" else {"guidance_scale": 0.0}
+from samebits.warming import Texts
+texts = Texts(pipe)
+words = texts.arguments([texts.long(40)], None)
+pipe(width=128, height=64, num_inference_steps=2, output_type="latent", **words, **off)
+verdicts = gate.verdicts()
+print(json.dumps({
+    "eager": sum(row.eager for row in handle.report().rows),
+    "fused": sum(row.fused for row in handle.report().rows),
+    "bases": sorted({verdict.basis for verdict in verdicts}),
+    "states": sorted({verdict.state.value for verdict in verdicts}),
+}))
+"""
+
+
+def painted(name: str, trust: str, flag: str = "") -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", PAINTS, name, trust, flag], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_a_warmed_deployment_compares_nothing_in_the_next_process(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path))
+    cold = painted(name, "anew")
+    assert cold["eager"] > 0, "the control: without a certificate the first calls are compared"
+    done = CliRunner().invoke(main, ["warm", name, *SERVED, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["certificate"]["verdicts"] >= sum(row["verified"] for row in found["ops"]) > 0
+    (certificate,) = inspect(folder_in(tmp_path))
+    assert certificate.name == name_of(certified()) == found["certificate"]["name"]
+    assert certificate.environment["gpu"]["uuid"]
+    assert {verdict.state for verdict in certificate.verdicts} == {"verified"}
+
+    stored = painted(name, "stored")
+    assert stored == {
+        "eager": 0,
+        "fused": cold["fused"] + cold["eager"],
+        "bases": ["a stored verdict"],
+        "states": ["verified"],
+    }
+    hint = painted(name, "hint")
+    assert 0 < hint["eager"] <= cold["eager"] + hint["fused"]
+    assert hint["states"] == ["verified"]
+    other = painted(name, "stored", "tf32")
+    assert other["eager"] == cold["eager"], "another flag is another environment"
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_graphs_after_warming_meet_no_unknown_signature(name: str, device: torch.device) -> None:
+    pipe = tiny.build(name, torch.bfloat16).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    off = {"true_cfg_scale": 1.0} if name == "tiny-qwen-image" else {"guidance_scale": 0.0}
+    with samebits.apply(pipe, gate=Gate(), cuda_graphs=True) as handle:
+        warmth = samebits.warm(
+            pipe, handle, sizes=[(64, 64), (128, 64)], batches=[1, 2], tokens=[32, 40], arguments=off
+        )
+        assert warmth.good, handle.report()
+        before = handle.report()
+        from samebits.warming import Texts
+
+        texts = Texts(pipe)
+        for size in ((64, 64), (128, 64)):
+            for batch in (1, 2):
+                for _ in range(4):  # plain, captured, replayed
+                    words = texts.arguments([texts.long(40)] * batch, None)
+                    pipe(width=size[0], height=size[1], num_inference_steps=2, output_type="latent", **words, **off)
+        after = handle.report()
+        assert after.graphs[0].replayed > before.graphs[0].replayed
+        assert [row.reasons for row in after.rows] == [row.reasons for row in before.rows], "no call was eager"
+        assert not handle.gate.pending
+        pipe(
+            width=256,
+            height=64,
+            num_inference_steps=2,
+            output_type="latent",
+            **texts.arguments([texts.long(40)], None),
+            **off,
+        )
+        compared = [sum(row.reasons.get(COMPARED, 0) for row in report.rows) for report in (after, handle.report())]
+        assert compared[1] > compared[0], "the control: a size that was not warmed is compared"
