@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from samebits import capture
 from samebits.models._ahead import Unwritten
 from samebits.models._family import Line, calls_only_forward, source
+from samebits.quant._fp8 import QuantizedInput
 from samebits.quant.deferred import Deferrals, DeferredBias, why_not_defer
-from samebits.quant.linear import Fp8Linear, QuantizedInput
+from samebits.quant.linear import Fp8Linear
 
 FEED_FORWARD_SOURCE = source(FeedForward, "forward", "dae2c9f53987c25ad38cacbeafb54bd72d4b780ab9772413b559a0a94c3c7058")
 

@@ -56,8 +56,8 @@ def figures(measured: Image, exact: Image) -> tuple[Figures, Any]:
     if measured.size != exact.size:
         raise ValueError(f"expected two pictures of one size, got {measured.size} and {exact.size}.")
     ours, theirs = _tensor(measured), _tensor(exact)
-    ssim = float(structural_similarity_index_measure(ours, theirs, data_range=1.0))
-    psnr = float(peak_signal_noise_ratio(ours, theirs, data_range=1.0))
+    similarity: Any = structural_similarity_index_measure(ours, theirs, data_range=1.0)
+    ssim, psnr = float(similarity), float(peak_signal_noise_ratio(ours, theirs, data_range=1.0))
     maps, flip, _ = flip_evaluator.evaluate(_array(exact), _array(measured), "LDR")
     return Figures(
         ssim=max(-1.0, min(1.0, ssim)),

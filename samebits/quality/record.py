@@ -11,13 +11,13 @@ import os
 import tempfile
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
-FORMAT = "samebits quality record"
-VERSION = 1
+FORMAT: Final = "samebits quality record"
+VERSION: Final = 1
 MAX_BYTES = 16 << 20
 
 Text = Annotated[str, Meta(max_length=4096)]
