@@ -430,7 +430,7 @@ def test_options_are_checked(backend: TapeBackend) -> None:
         with pytest.raises(ValueError, match="must be at least 1, got 0"):
             apply(model, cuda_graphs=True, **options)
     handle = applied(model, max_graphs=3)
-    assert apply(model, cuda_graphs=True, contract=exact, max_graphs=3, gate=handle.gate) is handle
+    assert apply(model, cuda_graphs=True, max_graphs=3, gate=handle.gate) is handle
     with pytest.raises(AlreadyAppliedError, match="cuda_graphs=True, contract=exact, max_graphs=3"):
         applied(model, max_graphs=4)
     with pytest.raises(AlreadyAppliedError):
