@@ -69,8 +69,11 @@ def ops_chart(rows: Iterable[Row], path: Path) -> Path | None:
     left.set_yticks(list(places), labels, fontsize=8)
     left.invert_yaxis()
     left.legend(loc="lower right", fontsize=8)
-    bars = right.barh(list(places), [100 * row["copy_share"] for row in timed], color=COLOURS["ours"])
-    right.bar_label(bars, fmt="%.0f %%", padding=3, fontsize=8)
+    # An op that calls a product of a library is not bound by bandwidth and has no share.
+    shares = [row["copy_share"] for row in timed]
+    bars = right.barh(list(places), [100 * (share or 0) for share in shares], color=COLOURS["ours"])
+    marks = ["" if share is None else f"{100 * share:.0f} %" for share in shares]
+    right.bar_label(bars, marks, padding=3, fontsize=8)
     right.axvline(100, color="black", linewidth=0.8)
     right.set_xlabel("share of the copy bandwidth of the same run, percent")
     right.set_yticks([])

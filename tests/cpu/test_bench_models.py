@@ -643,7 +643,7 @@ WRONG_OP_ROW = OP_ROW | {"us_eager": None, "us_fused": None, "copy_share": None,
     [
         (
             "ops",
-            [OP_ROW, WRONG_OP_ROW],
+            [OP_ROW, WRONG_OP_ROW, OP_ROW | {"op": "attention", "copy_share": None}],
             "| `swiglu` | 1x4224x10240 | bf16 | equal | 1,000 | 100.0 | 20.0 | 5.00x | 85% |",
         ),
         (

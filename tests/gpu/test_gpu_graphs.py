@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from samebits.bench import launches, models
 from samebits.gate import Gate
 from samebits.graphs import DenoiserGraphs
 from samebits.graphs.model_state import TRUSTED
-from samebits.graphs.row import CAPTURED, CAPTURING, CHECKED, FIRST
+from samebits.graphs.row import CAPTURED, CAPTURING, CHECKED, FIRST, UNSETTLED
 from samebits.ops import OPS
 from samebits.patch import Patch
 
@@ -68,6 +69,23 @@ def result(output: Any) -> tuple[Tensor, ...]:
     return tuple(first) if isinstance(first, list) else (first,)
 
 
+def answers_of(step: Callable[[], str], count: int) -> list[str]:
+    """How so many calls were answered, but for up to two at which ops were still compared.
+
+    A product that cuBLAS computes otherwise with joined weights, as it may for so few rows, is refused at the first
+    call; the second one runs the linears apart, and what comes after them has signatures that were never met.
+    """
+    answers: list[str] = []
+    waited = 0
+    while len(answers) < count:
+        answer = step()
+        if answer == UNSETTLED and len(answers) == 1 and waited < 2:
+            waited += 1
+        else:
+            answers.append(answer)
+    return answers
+
+
 class Pair:
     """A denoiser with graphs, and the same one without anything."""
 
@@ -92,7 +110,9 @@ class Pair:
         return reason
 
     def warm(self, **sizes: Any) -> None:
-        assert [self.step(seed, **sizes) for seed in range(4)] == [FIRST, CAPTURED, CHECKED, "replayed"]
+        """To the first replay."""
+        seeds = itertools.count()
+        assert answers_of(lambda: self.step(next(seeds), **sizes), 4) == [FIRST, CAPTURED, CHECKED, "replayed"]
 
     def both(self, change: Callable[[Any], object]) -> None:
         for model in (self.ours, self.eager):
@@ -108,7 +128,8 @@ def pair(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Pair]
 
 def test_replays_have_eagers_bits_while_sizes_change(pair: Pair) -> None:
     for sizes in ({}, {"words": 64}, {"side": 24}, {"side": 24, "words": 5}):
-        answers = [pair.step(seed, **sizes) for seed in range(7)]
+        seeds = itertools.count()
+        answers = answers_of(lambda seeds=seeds, sizes=sizes: pair.step(next(seeds), **sizes), 7)  # type: ignore[misc]
         assert answers == [FIRST, CAPTURED, CHECKED, *["replayed"] * 4]
     assert pair.step(50) == "replayed"
     (row,) = pair.handle.report().graphs
@@ -250,7 +271,8 @@ def test_forwards_that_make_tensors_from_numbers_are_captured(
 ) -> None:
     pair = Pair("qwen-image", device, config)
     try:
-        answers = [pair.call(make(device, seed)) for seed in range(6)]
+        seeds = itertools.count()
+        answers = answers_of(lambda: pair.call(make(device, next(seeds))), 6)
         print(pair.handle.report())
         assert answers == [FIRST, CAPTURED, CHECKED, *["replayed"] * 3]
     finally:

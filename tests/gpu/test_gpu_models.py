@@ -35,7 +35,9 @@ def test_blocks_output_and_sampler_have_eagers_bits(name: str, device: torch.dev
     assert row["finite"]
     assert DENOISERS.bits_equal(row), row
     assert row["fused_calls"] > 0
-    assert row["eager_calls"] == 0, row["reasons"]
+    # cuBLAS may compute a product of so few rows otherwise with joined weights; then the linears run apart.
+    others = {why: calls for why, calls in row["reasons"].items() if calls and not why.startswith("refused")}
+    assert not others, others
     assert 0 < row["launches_ours"] < row["launches_eager"]
     assert row["by_class_ours"]["ours"] > 0
     assert row["by_class_eager"]["ours"] == 0

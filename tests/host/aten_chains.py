@@ -205,10 +205,9 @@ def bias_gated_residual(
         return gated_residual(h, gate, y, clip, index)
     total = fused_multiply_add(gate[torch.from_numpy(_modulation_row(*h.shape[:2], index))], y, h)
     total = total.clip(-65504, 65504) if clip else total
-    if total.dtype == torch.float32:
-        return total
     # The GPU's conversions and multiply-adds write one NaN; this CPU's keep a sign.
-    return total.view(torch.int16).masked_fill(total.isnan(), 0x7FFF).view(total.dtype)
+    integers, one_nan = (torch.int32, 0x7FFFFFFF) if total.dtype == torch.float32 else (torch.int16, 0x7FFF)
+    return total.view(integers).masked_fill(total.isnan(), one_nan).view(total.dtype)
 
 
 def bias_gated_residual_norm_modulate(
