@@ -225,7 +225,7 @@ def test_files_are_for_their_owner_only(folder: Path) -> None:
         verdict(basis=None),
         None,
     ],
-    ids=repr,
+    ids=["state", "empty", "long", "surrogate", "negative", "nan", "huge", "when", "basis", "none"],
 )
 def test_what_could_not_be_read_back_is_not_kept(folder: Path, bad: Any, caplog: pytest.LogCaptureFixture) -> None:
     store = CertificateStore(folder, ENVIRONMENT)

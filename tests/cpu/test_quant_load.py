@@ -11,7 +11,7 @@ import diffusers
 import pytest
 import torch
 from click.testing import CliRunner
-from denoisers import KernelGate, check_same_bits, eager_calls, fused_calls, same_bits
+from denoisers import KernelGate, check_same_bits, same_bits
 from safetensors.torch import load_file, save_file
 from test_quant_fp8 import e4m3
 from torch import Tensor, nn
@@ -148,6 +148,11 @@ def _quiet(pipeline: Any) -> Any:
     return pipeline
 
 
+def chains(handle: Any) -> list[Any]:
+    """The rows of chains that are there with any linears: not the products, nor what quantises for them."""
+    return [row for row in handle.report().rows if row.op not in ("joint_projection", "attention", "quantize_fp8")]
+
+
 @pytest.mark.parametrize(("model", "recipe"), CASES)
 def test_every_chain_is_fused_around_quantised_linears(exports: Path, model: str, recipe: str) -> None:
     pipeline = pipeline_of(exports, model, recipe)
@@ -161,11 +166,11 @@ def test_every_chain_is_fused_around_quantised_linears(exports: Path, model: str
     with samebits.apply(plain, gate=KernelGate()) as unquantised:
         for prompt in ("a fox", prompts, "a fox", prompts):
             latents(plain, prompt)
-    ours, theirs = handle.report().rows, unquantised.report().rows
+    ours, theirs = chains(handle), chains(unquantised)
     assert [(row.site, row.op, row.fused + row.eager) for row in ours] == [
         (row.site, row.op, row.fused + row.eager) for row in theirs
     ]
-    assert fused_calls(handle) > eager_calls(handle) > 0
+    assert sum(row.fused for row in ours) > sum(row.eager for row in ours) > 0
     assert all(reason == COMPARED for row in ours if row.eager for reason in row.reasons)
     for actual, expected in zip(got, wanted, strict=True):
         check_same_bits(actual, expected)

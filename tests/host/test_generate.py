@@ -33,11 +33,15 @@ def test_the_picture_is_eagers_whatever_the_gate_decides(
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["proof"] == {"equal": True, "void": False, "steps": 2, "first_difference": None}
-    # Every site was called, every call went through a kernel, and what eager answered has its reason.
+    # Every site was called or says where its lines run, every call went through a kernel, and what eager answered has
+    # its reason. A CPU joins no products: which of them the library computes alike is its own affair.
     for site in found["sites"]:
-        assert site["fused"] + site["eager"] > 0, site
+        if site["fused"] + site["eager"] == 0:
+            assert all("its lines run" in reason for reason in site["reasons"]), site
+            continue
         assert sum(site["reasons"].values()) == site["eager"], site
-        assert all(reason == COMPARED or reason.startswith("refused") for reason in site["reasons"]), site
+        if site["op"] not in ("joint_projection", "attention"):
+            assert all(reason == COMPARED or reason.startswith("refused") for reason in site["reasons"]), site
     assert {site["op"] for site in found["sites"]} >= {"rms_norm_scale", "qk_norm_rope"}
 
 
@@ -67,4 +71,6 @@ def test_without_a_compiler_every_site_says_so(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["proof"]["equal"]
     assert all(site["fused"] == 0 for site in found["sites"])
-    assert all("compiler" in next(iter(site["reasons"])) for site in found["sites"])
+    told = [next(iter(site["reasons"])) for site in found["sites"]]
+    assert all("compiler" in reason or "its lines run" in reason for reason in told)
+    assert sum("compiler" in reason for reason in told) > 10

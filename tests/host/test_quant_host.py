@@ -46,7 +46,8 @@ def test_the_quantised_picture_is_kept(model: str, per_channel: bool) -> None:
         got = latents(pipeline)
         report = handle.report()
     assert torch.equal(got, wanted)
-    called = [row for row in report.rows if row.fused or row.eager]
+    products = ("joint_projection", "attention")  # of quantised linears none are joined
+    called = [row for row in report.rows if (row.fused or row.eager) and row.op not in products]
     assert len(called) > 15
     assert sum(row.fused for row in called) > 15
     # What eager answered was compared with a kernel first, and only a CPU's own order of sums was the reason.
