@@ -107,7 +107,7 @@ def _denoiser(row: Row, where: str) -> list[str]:
 
 
 def readme_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
-    """The one table of the README: each denoiser, each op in bf16 where it was timed, each op in all cases."""
+    """The one table of the README: each denoiser, each op in bf16 at its largest timed case, each op in all cases."""
     lines = [
         _denoiser(row, machine.name)
         for machine in found
@@ -120,9 +120,10 @@ def readme_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
         before = len(lines)
         for machine in found:
             rows = _rows_of(machine, op)
-            for row in rows:
-                if row["us_fused"] is None or row["dtype"] != "bfloat16":
-                    continue
+            # The reference of a multiply-add that rounds once is no eager chain, but its emulation in many of them.
+            timed = [row for row in rows if _is_timed(row) and not row["case"].endswith(" fma")]
+            if timed:
+                row = max(timed, key=lambda row: row["us_fused"])
                 eager, fused = row["us_eager"], row["us_fused"]
                 told = f"equal, {row['rows_compared']:,} rows"
                 times = [_time(eager, " us"), _time(fused, " us"), _ratio(eager, fused), _share(row)]
@@ -132,6 +133,10 @@ def readme_table(found: Sequence[Machine], ops: Sequence[Op]) -> str:
         if len(lines) == before:
             lines.append([f"`{op.name}`", "", "not yet measured with this source", "", "", "", ""])
     return markdown(README_HEADS, lines)
+
+
+def _is_timed(row: Row) -> bool:
+    return row["us_fused"] is not None and row["dtype"] == "bfloat16"
 
 
 def _rows_of(machine: Machine, op: Op) -> list[Row]:
