@@ -60,6 +60,13 @@ def make_guess(entry: Entry, args: tuple[Any, ...]) -> Guess | None:
         if launcher is None or len(args) != count or _deterministic() is not deterministic:
             return None
         tensors = tensors_of(args)
+        try:
+            for tensor in tensors:
+                # The guard asks for strides outside of any handler, so one of these would end the process in it.
+                if tensor.is_nested:
+                    return None
+        except Exception:
+            return None  # Something else than a tensor, or a subclass that does not answer this.
         if not holds(*tensors):
             return None
         for tensor in tensors:
@@ -67,8 +74,8 @@ def make_guess(entry: Entry, args: tuple[Any, ...]) -> Guess | None:
             if not address or address & alignment:
                 return None
         given = scalars_of(args)
-        # Equal scalars may still differ in type: 1, 1.0 and True.
-        return launcher if given == scalars and tuple(map(type, given)) == types else None
+        # Types first: 1, 1.0 and True are equal, and a tensor or an array in a scalar's place has no truth to ask for.
+        return launcher if tuple(map(type, given)) == types and given == scalars else None
 
     return guess
 

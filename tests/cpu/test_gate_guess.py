@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gate_fakes import FakeKernel, FakeProbe, chain, fill_zeros, inputs, make_gate
@@ -58,6 +60,13 @@ def resized() -> Tensor:
     return tensor
 
 
+def nested(rows: Sequence[Tensor] = (torch.ones(6), torch.ones(6))) -> Tensor:
+    """A tensor without strides, for which torch's own guard ends the process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # These are a prototype, says torch.
+        return torch.nested.as_nested_tensor([*rows])
+
+
 OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dtype": lambda: (X.to(torch.bfloat16), Z, 0.5, None, "a"),
     "same width": lambda: (X.view(torch.int32), Z, 0.5, None, "a"),
@@ -78,6 +87,11 @@ OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "scalar type": lambda: (X, Z, 1, None, "a"),
     "none": lambda: (X, Z, 0.5, False, "a"),
     "tensor for none": lambda: (X, Z, 0.5, X.clone(), "a"),
+    "tensor for scalar": lambda: (X, Z, X.clone(), None, "a"),
+    "sparse for scalar": lambda: (X, Z, X.to_sparse(), None, "a"),
+    "array for none": lambda: (X, Z, 0.5, np.zeros(3), "a"),
+    "array for tensor": lambda: (np.zeros((4, 6)), Z, 0.5, None, "a"),
+    "nested": lambda: (nested(), Z, 0.5, None, "a"),
     "none for tensor": lambda: (None, Z, 0.5, None, "a"),
     "string": lambda: (X, Z, 0.5, None, "b"),
     "fewer": lambda: (X, Z, 0.5, None),
@@ -204,6 +218,23 @@ def counted_keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     read: list[Any] = []
     monkeypatch.setattr("samebits.site.signature_key", lambda args: read.append(args) or signature_key(args))
     return read
+
+
+@pytest.mark.parametrize("other", ["nested", "tensor for scalar"])
+def test_a_site_that_guesses_gives_other_arguments_to_the_reference(other: str) -> None:
+    """Whatever stands where a guess expects something else, the caller gets what the reference makes of it."""
+    _, kernel, site = bench()
+    kernel.reference = lambda x, scale, eps, shift=None: x * eps
+    kernel.fill = lambda args, outputs: outputs[0].copy_(args[0] * args[2])
+    for seed in range(4):
+        site(*inputs(seed=seed))
+    assert site._guesses
+    assert (site.counters.fused, site.counters.eager) == (3, 1)
+    x, scale, eps = inputs()
+    args = (nested(x.unbind()), scale, eps) if other == "nested" else (x, scale, x + 1)
+    for one, expected in zip(site(*args).unbind(), (args[0] * args[2]).unbind(), strict=True):
+        assert compare(one, expected) is None
+    assert (site.counters.fused, site.counters.eager) == (3, 2)
 
 
 def test_two_signatures_in_turns_are_both_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
