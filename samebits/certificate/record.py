@@ -62,7 +62,7 @@ class StoredVerdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cause: Annotated[str, Meta(max_length=CAUSE_LIMIT)] = ""
     elements: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     basis: Annotated[str, Meta(max_length=256)] = ""
-    when: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z$")] = msgspec.field(
+    when: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z\Z")] = msgspec.field(
         default_factory=now
     )
 
@@ -130,7 +130,9 @@ def validated(verdict: StoredVerdict) -> StoredVerdict:
     """
     if isinstance(verdict.cause, str) and len(verdict.cause) > CAUSE_LIMIT:
         verdict = msgspec.structs.replace(verdict, cause=verdict.cause[: CAUSE_LIMIT - 3] + "...")
-    return _verdicts.decode(_encoder.encode(verdict))
+    checked = _verdicts.decode(_encoder.encode(verdict))
+    _check_time(checked)
+    return checked
 
 
 def encode(environment: Mapping[str, Any], verdicts: Iterable[StoredVerdict]) -> bytes:
@@ -177,6 +179,11 @@ def decode(data: bytes, environment: Mapping[str, Any] | None = None) -> Content
         if hashlib.sha256(inner).hexdigest() != envelope.sha256:
             raise Unbelievable("was changed after it was written: its checksum does not fit")
         content = _contents.decode(inner)
+        # Whatever a reader may overlook, a key that stands twice or space between, no file of ours has.
+        if _encoder.encode(envelope) != data or _encoder.encode(content) != inner:
+            raise Unbelievable("is spelled in another way than samebits spells it")
+        for verdict in content.verdicts:
+            _check_time(verdict)
     except Unbelievable:
         raise
     except RecursionError:
@@ -225,6 +232,11 @@ def merged(*groups: Iterable[StoredVerdict]) -> dict[Key, StoredVerdict]:
 def outranks(verdict: StoredVerdict, other: StoredVerdict) -> bool:
     """Whether ``verdict`` takes the place of ``other``, which is about the same signature."""
     return (verdict.state == "refused", verdict.when) > (other.state == "refused", other.when)
+
+
+def _check_time(verdict: StoredVerdict) -> None:
+    """Raise a ``ValueError`` where ``when`` has the form of a time and is none: which verdict is later hangs on it."""
+    datetime.fromisoformat(verdict.when)
 
 
 def _short(value: Any) -> str:

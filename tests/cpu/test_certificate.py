@@ -69,9 +69,14 @@ def stored(folder: Path, *verdicts: StoredVerdict, environment: dict[str, Any] =
 
 def sealed(content: Any) -> bytes:
     """An envelope with a right checksum round anything: JSON text as bytes, or a value."""
-    inner = content if isinstance(content, bytes) else json.dumps(content).encode()
-    head = json.dumps({"format": record.FORMAT, "version": 1, "sha256": hashlib.sha256(inner).hexdigest()}).encode()
-    return head[:-1] + b', "content": ' + inner + b"}"
+    inner = content if isinstance(content, bytes) else compact(content)
+    head = compact({"format": record.FORMAT, "version": 1, "sha256": hashlib.sha256(inner).hexdigest()})
+    return head[:-1] + b',"content":' + inner + b"}"
+
+
+def compact(content: Any) -> bytes:
+    """JSON as samebits spells it: without a space."""
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def content_of(path: Path) -> dict[str, Any]:
@@ -297,7 +302,7 @@ def good_with(**changes: Any) -> dict[str, Any]:
 
 
 def raw_elements(number: bytes) -> bytes:
-    return sealed(json.dumps(GOOD).encode().replace(b'"elements": 6', b'"elements": ' + number))
+    return sealed(compact(GOOD).replace(b'"elements":6', b'"elements":' + number))
 
 
 BAD: dict[str, bytes] = {
@@ -307,14 +312,14 @@ BAD: dict[str, bytes] = {
     "not UTF-8": b'{"format": "\xff\xfe"}',
     "another schema": b'{"name": "package", "version": 1}',
     "a list": b"[1, 2]",
-    "a future version": sealed(GOOD).replace(b'"version": 1', b'"version": 2'),
-    "version 0": sealed(GOOD).replace(b'"version": 1', b'"version": 0'),
-    "version 1.0": sealed(GOOD).replace(b'"version": 1', b'"version": 1.5'),
-    "version true": sealed(GOOD).replace(b'"version": 1', b'"version": true'),
+    "a future version": sealed(GOOD).replace(b'"version":1', b'"version":2'),
+    "version 0": sealed(GOOD).replace(b'"version":1', b'"version":0'),
+    "version 1.0": sealed(GOOD).replace(b'"version":1', b'"version":1.5'),
+    "version true": sealed(GOOD).replace(b'"version":1', b'"version":true'),
     "another format": sealed(GOOD).replace(b"samebits certificate", b"samebits evidence"),
-    "one more field": sealed(GOOD)[:-1] + b', "more": 1}',
+    "one more field": sealed(GOOD)[:-1] + b',"more":1}',
     "no checksum": sealed(GOOD).replace(b'"sha256"', b'"sha257"'),
-    "a wrong checksum": sealed(GOOD).replace(b'"elements": 6', b'"elements": 7'),
+    "a wrong checksum": sealed(GOOD).replace(b'"elements":6', b'"elements":7'),
     "refused made verified": sealed(good_with(state="refused")).replace(b'"refused"', b'"verified"'),
     "two documents": sealed(GOOD) + sealed(GOOD),
     "text after it": sealed(GOOD) + b"x",
@@ -324,8 +329,8 @@ BAD: dict[str, bytes] = {
     "6.5": raw_elements(b"6.5"),
     "2**64": raw_elements(str(2**64).encode()),
     "a number as text": raw_elements(b'"6"'),
-    "a NaN in the environment": sealed(json.dumps(GOOD).encode().replace(b'"2.99"', b"NaN")),
-    "a 1e999 in the environment": sealed(json.dumps(GOOD).encode().replace(b'"2.99"', b"1e999")),
+    "a NaN in the environment": sealed(compact(GOOD).replace(b'"2.99"', b"NaN")),
+    "a 1e999 in the environment": sealed(compact(GOOD).replace(b'"2.99"', b"1e999")),
     "a depth bomb": b"[" * 1_000_000,
     "a depth bomb for content": sealed(b"[" * 200_000 + b"]" * 200_000),
     "a depth bomb as environment": sealed(
@@ -336,6 +341,12 @@ BAD: dict[str, bytes] = {
     "an unknown field": sealed(good_with(trust=True)),
     "a signature that is a list": sealed(good_with(signature=["x"])),
     "a time that is none": sealed(good_with(when="tomorrow")),
+    "a month 99": sealed(good_with(when="2026-99-01T00:00:00Z")),
+    "a line end after a time": sealed(good_with(when=f"{GOOD['verdicts'][0]['when']}\n")),
+    "a checksum twice": sealed(GOOD).replace(b'"sha256":', b'"sha256":"","sha256":'),
+    "a state twice": sealed(compact(good_with()).replace(b'"state":', b'"state":"refused","state":')),
+    "a space between": sealed(GOOD).replace(b":1,", b": 1,", 1),
+    "another order": sealed({key: GOOD[key] for key in reversed(GOOD)}),
     "no verdicts": sealed({"environment": ENVIRONMENT}),
     "verdicts that are no list": sealed({"environment": ENVIRONMENT, "verdicts": {}}),
     "no environment": sealed({"verdicts": []}),
