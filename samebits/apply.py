@@ -191,13 +191,12 @@ class Handle:
         self._graphs: list[DenoiserGraphs] = []
         self._compiled: dict[Line, Callable[[], bool]] = {}
         self._notes: list[str] = []
-        self._decisions: dict[int, Decision] = {}
         self._quantized: list[Fp8Linear] = []
         self._entered = 0
 
     def _place(self, prefix: str, model: nn.Module, family: Family, gate: Gate) -> None:
         seen: set[int] = set()
-        for path, wrapped, replacement in family.places(model, self._rounding(model)):
+        for path, wrapped, replacement in family.places(model, *self._moves(model, family)):
             module = unwrapped(wrapped)
             if id(module) not in seen:
                 seen.add(id(module))
@@ -206,22 +205,23 @@ class Handle:
                 for line in self.sites[-len(replacement.sites) :]:
                     self._compiled[line] = lambda parents=parents: any(map(_is_compiled, parents))  # type: ignore[misc]
 
-    def _rounding(self, model: nn.Module) -> str | None:
-        """How late biases are added on this model, or ``None`` where bits may not move."""
+    def _moves(self, model: nn.Module, family: Family) -> tuple[str | None, tuple[torch.device, torch.dtype] | None]:
+        """How late biases are added on this model, or ``None`` where bits may not move; and for which activations."""
         if self.options["contract"] == "exact":
-            return None
-        decision = self._decisions.get(id(model))
-        if decision is None:
-            decision = self._decisions[id(model)] = self._decide(model)
-            self._notes.append(f"contract measured, {type(model).__name__}: {decision.reason}.")
-        return self.options["rounding"] if decision.allowed else None
+            return None, None
+        decision = self._decide(model, family)
+        self._notes.append(f"contract measured, {type(model).__name__}: {decision.reason}.")
+        if not decision.allowed:
+            return None, None
+        return self.options["rounding"], None if self.options["on_trial"] else _where(model)
 
-    def _decide(self, model: nn.Module) -> Decision:
-        place = _place_of(model, self.options["rounding"])
+    def _decide(self, model: nn.Module, family: Family) -> Decision:
+        reason = _why_not_measured(model, family)
+        if reason is not None:
+            return Decision(False, reason)
         if self.options["on_trial"]:
-            if place.quantization is None:
-                return decide("measured", place, None)
             return Decision(True, "on trial, bits move whatever that does to the pictures")
+        place = _place_of(model, self.options["rounding"])
         return decide("measured", place, find_record(settings().cache_dir, place))
 
     def _place_quantizers(self, prefix: str, model: nn.Module, gate: Gate) -> None:
@@ -317,6 +317,12 @@ class Handle:
             ahead = COMPILED if self._compiled[line]() else line.watch() if line.watch is not None else None
             reasons = {ahead or NEVER_CALLED: 0}
         return Row(line.name, line.op, counters.fused, eager, reasons)
+
+    @property
+    def moved(self) -> int:
+        """How many calls added a linear's bias late, fused or eager: the calls whose bits were moved on purpose."""
+        late = (line.site.counters for line in self.sites if line.site is not None and line.op in _MOVERS)
+        return sum(counters.fused + counters.eager for counters in late)
 
     @property
     def applied(self) -> bool:
@@ -538,6 +544,12 @@ QUANTISED_BEFORE = "its input comes quantised, from the kernel before it"
 _MOVERS = ("bias_gated_residual", "bias_gated_residual_norm_modulate")
 
 
+def why_nothing_moves(target: Any) -> str | None:
+    """Why no bits of the first denoiser of ``target`` can move, whatever was measured: a sentence, or ``None``."""
+    _, model, family = _denoisers(target)[0]
+    return _why_not_measured(model, family)
+
+
 def place_of(target: Any, rounding: str = "eager") -> Place:
     """Where a quality record for the denoiser of ``target`` holds. It hashes all of its weights.
 
@@ -549,8 +561,25 @@ def place_of(target: Any, rounding: str = "eager") -> Place:
     return _place_of(_denoisers(target)[0][1], rounding)
 
 
+def _why_not_measured(model: nn.Module, family: Family) -> str | None:
+    """Why no bits of this model can move, whatever was measured: a sentence, or ``None``."""
+    if scheme_of(model) is None:
+        return decide("measured", Place("", None, "", "", None), None).reason
+    if not family.defers:
+        return f"samebits adds no bias of a {type(model).__name__} late"
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return "some of its weights are not in memory (offloaded), so that no record can be looked up by them"
+    return None
+
+
+def _where(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where a model's first weights are, and the dtype of its activations."""
+    return next((p.device, p.dtype) for p in model.parameters() if p.dtype.is_floating_point)
+
+
 def _place_of(model: nn.Module, rounding: str) -> Place:
-    device, dtype = next((p.device, p.dtype) for p in model.parameters() if p.dtype.is_floating_point)
+    device, dtype = _where(model)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return Place(
         model_hash=model_hash(model),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,14 +22,25 @@ if TYPE_CHECKING:
     from samebits.quality.page import Shown
 
 _LONGEST_FILE_BYTES = 8 << 20
+_BYTES_OF_A_PAIR, _BYTES_OF_THE_REST = 512, 1 << 20
+"""In a record's file, but for the prompts, and at most."""
 
 
 @dataclass
 class Run:
-    """What came out so far."""
+    """What came out so far: every pair's figures, and of the worst of them the pictures."""
 
+    place: Any = None
     pairs: list[Any] = field(default_factory=list)
     shown: list[Shown] = field(default_factory=list)
+
+    def show(self, shown: Shown) -> None:
+        """Keep a pair's pictures while it is among the worst: they are megabytes each."""
+        from samebits.quality.page import MOST_PICTURES
+
+        self.shown.append(shown)
+        self.shown.sort(key=lambda each: each.badness)
+        del self.shown[MOST_PICTURES:]
 
 
 def read_prompts(path: Path | None, model: str) -> list[str]:
@@ -54,6 +66,24 @@ def read_prompts(path: Path | None, model: str) -> list[str]:
     if not prompts:
         raise click.UsageError(f"{path}: holds no prompt; expected one a line.")
     return prompts
+
+
+def check_amount(prompts: Sequence[str], seeds: int) -> None:
+    """Refuse what a record cannot hold, before anything is painted."""
+    from samebits.quality.record import MAX_BYTES, MAX_PAIRS, MAX_PROMPT_CHARACTERS
+
+    longest = max(map(len, prompts))
+    if longest > MAX_PROMPT_CHARACTERS:
+        raise click.UsageError(
+            f"a prompt has {longest:,} characters; a record takes {MAX_PROMPT_CHARACTERS:,} at most."
+        )
+    number = len(prompts) * seeds
+    size = seeds * sum(len(json.dumps(prompt)) for prompt in prompts) + number * _BYTES_OF_A_PAIR
+    if number > MAX_PAIRS or size > MAX_BYTES - _BYTES_OF_THE_REST:
+        raise click.UsageError(
+            f"{len(prompts):,} prompts at {seeds:,} seeds are {number:,} pairs, more than a record takes. "
+            "Fewer --seeds, or a shorter file."
+        )
 
 
 @click.command()
@@ -120,6 +150,7 @@ def quality(
     if host and device is not None and not device.startswith("cpu"):
         raise click.UsageError(f"--host runs on the CPU and --device {device} does not. Leave one out.")
     words = read_prompts(prompts, model)
+    check_amount(words, seeds)
     folder = settings().cache_dir
     source = find(model)
     width, height = size or (source.side, source.side)
@@ -130,22 +161,29 @@ def quality(
     out = output or Path(f"quality-{Path(model).name or 'model'}")
     try:
         out.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out, prefix=".samebits-"):
+            pass
     except OSError as error:
         raise click.UsageError(f"{out}: cannot be written ({error.strerror or error}).") from None
 
     run = Run()
-    place = _paint(source, arguments, words, seeds, rounding, dtype, "cpu" if host else device, host, run, as_json)
-    record = _record(place, model, steps, (width, height), run.pairs)
-    kept = _keep(folder, record, out)
+    try:
+        _paint(source, arguments, words, seeds, rounding, dtype, "cpu" if host else device, host, run, as_json)
+    except BaseException:
+        _rescue(run, model, steps, (width, height), out)
+        raise
+    record = _record(run.place, model, steps, (width, height), run.pairs)
     thresholds = Thresholds(min_ssim, min_psnr)
-    written = _pictures(out, record, thresholds, run.shown)
+    written = [*_keep(folder, record, out), *_pictures(out, record, thresholds, run.shown)]
     shortfall = record.why_not_within(thresholds)
     if as_json:
-        document = {"record": str(kept), "written": [str(path) for path in written], "within": shortfall is None}
+        names = [str(path) for path in written]
+        document = {"record": names[0] if names else None, "written": names[1:], "within": shortfall is None}
+        document["allowed"] = record.why_not_within(Thresholds()) is None
         document |= {"shortfall": shortfall, **record.to_json()}
         click.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
-        _show(record, thresholds, shortfall, [kept, *written])
+        _show(record, thresholds, shortfall, written)
     return 0 if shortfall is None else DIFFERENT
 
 
@@ -160,16 +198,17 @@ def _paint(
     host: bool,
     run: Run,
     as_json: bool,
-) -> Any:
-    """Paint every pair; the place that they were painted at."""
+) -> None:
+    """Paint every pair."""
     from samebits.cli._screen import quiet
 
     with quiet(False):
         import torch
 
-        from samebits.apply import apply, place_of
+        from samebits.apply import apply, place_of, why_nothing_moves
         from samebits.loading import load
         from samebits.loading.device import find_device
+        from samebits.loading.prompts import cut_off
         from samebits.proof.pictures import paint
         from samebits.quality import Pair
         from samebits.quality.metrics import figures, pixels_sha256
@@ -178,27 +217,33 @@ def _paint(
         device = find_device(device_name)
         pipeline = load(source, getattr(torch, DTYPES[dtype]), device)
         pipeline.set_progress_bar_config(disable=True)
-        place = place_of(pipeline, rounding)
-        if place.quantization is None:
+        nothing = why_nothing_moves(pipeline)
+        if nothing is not None:
             raise click.UsageError(
-                f"{source.model}: none of its linears is quantised, so no bias can move. Expected an FP8 or NVFP4 "
-                "export of ModelOpt."
+                f"{source.model}: {nothing}. Expected a Qwen-Image model exported by ModelOpt in FP8 or NVFP4."
             )
+        for prompt in prompts:
+            for warning in cut_off(pipeline, {**arguments, "prompt": prompt}):
+                click.echo(f"samebits: warning: {warning}", err=True)
+        run.place = place_of(pipeline, rounding)
         with _bar(as_json, len(prompts) * seeds) as advance:
             for prompt in prompts:
                 for seed in range(seeds):
                     with apply(pipeline, host=host):
                         exact = paint(pipeline, {**arguments, "prompt": prompt}, seed).image
-                    with apply(pipeline, host=host, contract="measured", rounding=rounding, on_trial=True):
+                    with apply(pipeline, host=host, contract="measured", rounding=rounding, on_trial=True) as late:
                         measured = paint(pipeline, {**arguments, "prompt": prompt}, seed).image
+                    if not late.moved:
+                        raise click.UsageError(
+                            f"{source.model}: no bias was added late, so there is nothing to measure: none of its "
+                            "attention's outputs and feed-forwards is quantised and has a bias."
+                        )
                     found, maps = figures(measured, exact)
                     run.pairs.append(Pair(prompt, seed, pixels_sha256(exact), pixels_sha256(measured), found))
                     decibels = "identical" if found.psnr is None else f"{found.psnr:.2f} dB"
                     caption = f"seed {seed}, SSIM {found.ssim:.4f}, {decibels}: {prompt}"
-                    run.shown.append(Shown(caption, exact, measured, maps))
-                    run.shown.sort(key=lambda shown: shown.caption.partition("SSIM ")[2])  # the worst first
+                    run.show(Shown(caption, exact, measured, maps, (found.ssim, found.db)))
                     advance()
-    return place
 
 
 @contextmanager
@@ -217,7 +262,7 @@ def _record(place: Any, model: str, steps: int, size: tuple[int, int], pairs: li
     from samebits.quality import QualityRecord
 
     return QualityRecord(
-        model=model,
+        model=model[:4096],
         model_hash=place.model_hash,
         quantization=place.quantization,
         rounding=place.rounding,
@@ -228,32 +273,62 @@ def _record(place: Any, model: str, steps: int, size: tuple[int, int], pairs: li
         steps=steps,
         size=list(size),
         pairs=pairs,
-        command="samebits " + " ".join(sys.argv[1:]),
+        command=("samebits " + " ".join(sys.argv[1:]))[:4096],
         when=now(),
     )
 
 
-def _keep(folder: Path, record: QualityRecord, out: Path) -> Path:
-    """Write the record beside the pictures and into the cache folder, where ``apply`` looks for it."""
-    from samebits.quality import keep_record, write_record
+def _keep(folder: Path, record: QualityRecord, out: Path) -> list[Path]:
+    """Write the record into the cache folder, where ``apply`` looks for it, and beside the pictures.
 
-    path = out / "record.json"
-    write_record(record, path)
+    Returns those that could be written. Where neither could, the record goes to standard error.
+    """
+    from samebits.quality import keep_record, write_record
+    from samebits.quality.record import encoded
+
+    def beside() -> Path:
+        write_record(record, out / "record.json")
+        return out / "record.json"
+
+    paths: list[Path] = []
+    for where, write in ((folder, lambda: keep_record(folder, record)), (out, beside)):
+        try:
+            paths.append(write())
+        except OSError as error:
+            click.echo(f"samebits: {where}: the record could not be kept ({error.strerror or error})", err=True)
+    if not paths:
+        click.echo(encoded(record).decode(), err=True)
+    return paths
+
+
+def _rescue(run: Run, model: str, steps: int, size: tuple[int, int], out: Path) -> None:
+    """Write the pairs of a run that was cut short. They allow nothing, so this is no record that ``apply`` finds."""
+    from samebits.quality import write_record
+
+    if not run.pairs:
+        return
+    path = out / "unfinished.json"
     try:
-        return keep_record(folder, record)
+        write_record(_record(run.place, model, steps, size, run.pairs), path)
     except OSError as error:
-        click.echo(
-            f"samebits: {folder}: the record could not be kept ({error.strerror or error}); see {path}", err=True
-        )
-        return path
+        click.echo(f"samebits: {path}: could not be written ({error.strerror or error})", err=True)
+    else:
+        click.echo(f"samebits: cut short after {len(run.pairs):,} pairs; their figures are in {path}", err=True)
 
 
 def _pictures(out: Path, record: QualityRecord, thresholds: Thresholds, shown: Sequence[Shown]) -> list[Path]:
-    from samebits.quality.page import MOST_PICTURES, page, sheet
+    from samebits.quality.page import page, sheet
 
-    paths = [out / "sheet.png", out / "quality.html"]
-    sheet(shown[:MOST_PICTURES]).save(paths[0])
-    paths[1].write_text(page(record, thresholds, shown), encoding="utf-8")
+    paths: list[Path] = []
+    for path, write in (
+        (out / "sheet.png", lambda path: sheet(shown).save(path)),
+        (out / "quality.html", lambda path: path.write_text(page(record, thresholds, shown), encoding="utf-8")),
+    ):
+        try:
+            write(path)
+            paths.append(path)
+        except OSError as error:
+            click.echo(f"samebits: {path}: could not be written ({error.strerror or error})", err=True)
     return paths
 
 
@@ -273,11 +348,11 @@ def _show(record: QualityRecord, thresholds: Thresholds, shortfall: str | None, 
         f"{record.model}, {record.quantization}, {record.rounding} rounding, {len(record.pairs)} pictures on {gpu}\n"
     )
     Console(width=100, highlight=False).print(table)
-    if shortfall is None:
-        click.echo(
-            f"\nWithin SSIM {thresholds.ssim:g} and PSNR {thresholds.psnr:g} dB: contract measured is allowed here."
-        )
+    if shortfall is not None:
+        click.echo(f"\nNot within: {shortfall}.")
     else:
-        click.echo(f"\nNot allowed here: {shortfall}.")
+        click.echo(f"\nWithin SSIM {thresholds.ssim:g} and PSNR {thresholds.psnr:g} dB.")
+    refused = record.why_not_within(type(thresholds)())  # apply knows the defaults alone
+    click.echo("contract measured is allowed here." if refused is None else f"Not allowed here: {refused}.")
     for path in paths:
         click.echo(path)

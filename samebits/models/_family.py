@@ -179,7 +179,10 @@ class Family:
     places: Callable[..., Iterator[tuple[str, nn.Module, Replacement]]]
     """``places(model)`` yields path, module and replacement, block by block.
 
-    ``places(model, rounding)`` with ``"eager"`` or ``"fma"`` also has the sites that take in a linear's bias late."""
+    ``places(model, rounding, where)`` with ``"eager"`` or ``"fma"`` also has the sites that take in a linear's bias
+    late, for activations on the device and of the dtype of ``where`` alone unless that is ``None``."""
+    defers: bool = False
+    """Whether there are such sites."""
 
 
 def unwrapped(module: Any) -> Any:

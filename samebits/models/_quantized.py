@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from samebits import capture
 from samebits.models._ahead import Unwritten
@@ -40,8 +41,7 @@ class SharedScale:
     """The input scale of linears that read one activation, or ``None`` while they cannot share its quantisation."""
 
     def __init__(self) -> None:
-        self._seen: list[Unwritten] = []
-        self._same = False
+        self._known: tuple[list[Unwritten], bool] = [], False  # one value, for threads that come in between
 
     def of(self, linears: Sequence[Any]) -> Tensor | None:
         """The scale of all ``linears``. Comparing them waits for the device, once."""
@@ -53,20 +53,24 @@ class SharedScale:
             return first
         if any(scale is None or scale.is_inference() for scale in scales):
             return None
-        if len(self._seen) != len(scales) or not all(
-            was.is_still(scale) for was, scale in zip(self._seen, scales, strict=True)
-        ):
+        seen, same = self._known
+        if len(seen) != len(scales) or not all(was.is_still(scale) for was, scale in zip(seen, scales, strict=True)):
             if first.device.type == "cuda" and (capture.capturing_here(first.device) or capture.capturing_anywhere()):
                 return None
-            self._seen = [Unwritten(scale) for scale in scales]
-            numbers = {float(scale) for scale in scales if scale is not None}
-            self._same = len(numbers) == 1
-        return first if self._same else None
+            seen = [Unwritten(scale) for scale in scales]  # before they are read: a write meanwhile counts as one after
+            same = len({float(scale) for scale in scales if scale is not None}) == 1
+            self._known = seen, same
+        return first if same else None
 
 
 def may_quantise() -> bool:
     """Whether this thread runs plainly enough for a value that is no tensor to pass between modules."""
-    return not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled() and not capture.tracing()
+    return not (
+        torch.is_grad_enabled()
+        or torch._C._is_any_autocast_enabled()
+        or capture.tracing()
+        or _has_any_global_hook()  # somebody watches every module: each is called, with tensors
+    )
 
 
 def as_input(values: Tensor, scale: Tensor | None, like: Tensor) -> Any:

@@ -101,6 +101,15 @@ class Late:
 
     lines: Mapping[str, Line]
     native_fma: bool
+    where: tuple[torch.device, torch.dtype] | None
+    """What activations are moved for: those that the quality record is about; ``None`` for any."""
+
+    def why_not(self, x: torch.Tensor) -> str | None:
+        """Why the bits of a call with ``x`` must stay: a sentence, or ``None``."""
+        if self.where is None or self.where == (x.device, x.dtype):
+            return None
+        device, dtype = self.where
+        return f"the contract was allowed for {dtype} on {device}, and the last call had {x.dtype} on {x.device}"
 
 
 def _residual_norm(
@@ -255,6 +264,7 @@ def _write_block(
     look: LookAhead,
     parts: Parts,
     rounding: str | None,
+    where: tuple[torch.device, torch.dtype] | None,
     block: Any,
     original: Function,
     lines: Mapping[str, Line],
@@ -262,7 +272,8 @@ def _write_block(
     img_norm1, img_norm2, img_residual = (lines[f"img_{name}"] for name in ("norm1", "norm2", "residual"))
     txt_norm1, txt_norm2, txt_residual = (lines[f"txt_{name}"] for name in ("norm1", "norm2", "residual"))
     img_next, txt_next = lines.get("img_next_norm1"), lines.get("txt_next_norm1")
-    late = None if rounding is None else Late(lines, rounding == "fma")
+    late = None if rounding is None else Late(lines, rounding == "fma", where)
+    stays: str | None = None
     img_mlp, txt_mlp = QuantizedFeedForward(parts, block.img_mlp), QuantizedFeedForward(parts, block.txt_mlp)
     scales, next_scales = AttentionScales(parts), AttentionScales(parts)
     look.add(number, block)
@@ -276,6 +287,7 @@ def _write_block(
         joint_attention_kwargs: dict[str, Any] | None = None,
         modulate_index: torch.Tensor | None = None,
     ) -> Any:
+        nonlocal stays
         replaced = _why_not_modulate(block)
         if replaced is not None:
             for line in lines.values():
@@ -300,6 +312,7 @@ def _write_block(
             **(joint_attention_kwargs or {}),
         }
         plain = may_quantise()
+        stays = None if late is None else late.why_not(x)
         attention, img_scale, txt_scale = scales.of(block, attention_arguments, x.shape[-1])
         img_normed: Any = None
         txt_normed: Any = None
@@ -314,7 +327,7 @@ def _write_block(
             txt_normed = _norm(txt_norm1, block, "txt_norm1", text, txt_params, txt, None, txt_scale)
 
         with Deferrals() as made:
-            deferrals = None if late is None or attention is None or not plain else made
+            deferrals = None if late is None or stays is not None or attention is None or not plain else made
             streams = {"hidden_states": img_normed, "encoder_hidden_states": txt_normed}
             if (img_scale is None and txt_scale is None and deferrals is None) or attention is None:
                 img_attention, txt_attention = block.attn(**streams, **attention_arguments)
@@ -378,6 +391,8 @@ def _write_block(
         reason = why_not_layer_norm(name, getattr(block, name)) if part in ("norm1", "norm2") else None
         if part == "norm1" and number > 0:
             reason = reason or AHEAD.format(f"{stream}_next_norm1")
+        elif name.endswith("_bias") and stays is not None:
+            reason = stays
         elif part == "residual" and img_next is not None:
             reason = WITH_NEXT.format(f"{stream}_next_norm1")
         return _why_not_modulate(block) or reason
@@ -586,7 +601,9 @@ _LATE = tuple(
 _LATE_ACROSS = tuple((f"{name}_bias", "bias_gated_residual_norm_modulate") for name, _ in _ACROSS_BLOCKS)
 
 
-def _places(model: Any, rounding: str | None = None) -> Iterator[tuple[str, nn.Module, Replacement]]:
+def _places(
+    model: Any, rounding: str | None = None, where: tuple[torch.device, torch.dtype] | None = None
+) -> Iterator[tuple[str, nn.Module, Replacement]]:
     shared, look, parts = SharedSilu(), LookAhead(), Parts()
     yield "txt_norm", model.txt_norm, RMS_NORM
     for number, wrapped in enumerate(model.transformer_blocks):
@@ -595,7 +612,7 @@ def _places(model: Any, rounding: str | None = None) -> Iterator[tuple[str, nn.M
         sites = _BLOCK_SITES + (() if is_last else _ACROSS_BLOCKS)
         if rounding is not None:
             sites += _LATE + (() if is_last else _LATE_ACROSS)
-        write = partial(_write_block, number, shared, look, parts, rounding)
+        write = partial(_write_block, number, shared, look, parts, rounding, where)
         yield path, block, Replacement(Block, _BLOCK_SOURCES, sites, write)
         yield f"{path}.attn", block.attn, replace(ATTENTION, write=partial(_write_attention, parts))
         for name in ("img_mlp", "txt_mlp"):
@@ -603,4 +620,4 @@ def _places(model: Any, rounding: str | None = None) -> Iterator[tuple[str, nn.M
     yield "norm_out", model.norm_out, NORM_OUT
 
 
-FAMILY = Family("qwen-image", theirs.QwenImageTransformer2DModel, _places)
+FAMILY = Family("qwen-image", theirs.QwenImageTransformer2DModel, _places, defers=True)

@@ -338,7 +338,7 @@ FEED_FORWARD = Replacement(
 )
 
 
-def _places(model: Any, rounding: str | None = None) -> Iterator[tuple[str, nn.Module, Replacement]]:
+def _places(model: Any, rounding: str | None = None, where: Any = None) -> Iterator[tuple[str, nn.Module, Replacement]]:
     for stack in ("noise_refiner", "context_refiner", "siglip_refiner", "layers"):
         if stack == "context_refiner":
             yield "cap_embedder.0", model.cap_embedder[0], RMS_NORM

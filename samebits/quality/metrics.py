@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LPIPS_BACKBONE = "alexnet-owt-7be5be79.pth"
 """The file that torchvision would download for LPIPS' backbone."""
+SMALLEST_SIDE = 8
 NEEDS = "samebits quality needs torchmetrics and flip-evaluator: pip install 'samebits[quality]'"
 
 
@@ -48,13 +49,15 @@ def figures(measured: Image, exact: Image) -> tuple[Figures, Any]:
     Raises
     ------
     ValueError
-        The sizes differ.
+        The sizes differ, or a side is shorter than SSIM's window reaches.
     """
     import flip_evaluator
     from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
     if measured.size != exact.size:
         raise ValueError(f"expected two pictures of one size, got {measured.size} and {exact.size}.")
+    if min(measured.size) < SMALLEST_SIDE:
+        raise ValueError(f"expected sides of at least {SMALLEST_SIDE} pixels, got {measured.size}.")
     ours, theirs = _tensor(measured), _tensor(exact)
     similarity: Any = structural_similarity_index_measure(ours, theirs, data_range=1.0)
     ssim, psnr = float(similarity), float(peak_signal_noise_ratio(ours, theirs, data_range=1.0))

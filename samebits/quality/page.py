@@ -30,6 +30,8 @@ class Shown:
     exact: Image
     measured: Image
     flip: Any
+    badness: tuple[float, float] = (0.0, 0.0)
+    """What the worst pairs have least of: SSIM, then PSNR."""
 
 
 def sheet(pairs: Sequence[Shown]) -> Image:

@@ -6,8 +6,10 @@ schema, a size, and nothing believed that does not fit.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import stat
 import tempfile
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +21,9 @@ from msgspec import Meta
 FORMAT: Final = "samebits quality record"
 VERSION: Final = 1
 MAX_BYTES = 16 << 20
+
+MAX_PAIRS = 100_000
+MAX_PROMPT_CHARACTERS = 32_768
 
 Text = Annotated[str, Meta(max_length=4096)]
 Share = Annotated[float, Meta(ge=-1.0, le=1.0)]
@@ -57,7 +62,7 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One prompt and seed, painted both ways."""
 
-    prompt: Text
+    prompt: Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
     seed: Annotated[int, Meta(ge=0)]
     exact_sha256: Text
     measured_sha256: Text
@@ -112,7 +117,7 @@ class QualityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     sources: dict[str, str]
     steps: Annotated[int, Meta(ge=1)]
     size: Annotated[list[int], Meta(min_length=2, max_length=2)]
-    pairs: Annotated[list[Pair], Meta(min_length=1, max_length=100_000)]
+    pairs: Annotated[list[Pair], Meta(min_length=1, max_length=MAX_PAIRS)]
     command: Text = ""
     commit: Text = ""
     when: Text = ""
@@ -168,19 +173,33 @@ def read_record(path: Path) -> QualityRecord:
     Raises
     ------
     Unbelievable
-        The file cannot be read, is too large, or is no quality record of this version.
+        The file cannot be read, is no plain file, is too large, or is no quality record of this version.
+    FileNotFoundError
+        There is none.
     """
     try:
-        with path.open("rb") as file:
+        # Neither through a link nor, where somebody put a pipe, for ever.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise Unbelievable("cannot be read (it is no plain file)")
             data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise
     except OSError as error:
-        raise Unbelievable(f"cannot be read ({error.strerror or error})") from error
+        problem = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror or str(error)
+        raise Unbelievable(f"cannot be read ({problem})") from error
     if len(data) > MAX_BYTES:
         raise Unbelievable(f"is larger than {MAX_BYTES >> 20} MiB")
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise Unbelievable(f"is no quality record: {error}") from error
+
+
+def encoded(record: QualityRecord) -> bytes:
+    """The bytes of a record's file."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
 
 
 def write_record(record: QualityRecord, path: Path) -> None:
@@ -192,7 +211,7 @@ def write_record(record: QualityRecord, path: Path) -> None:
         The folder cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
+    data = encoded(record)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -37,10 +37,10 @@ def keep_record(folder: Path, record: QualityRecord) -> Path:
 def find_record(folder: Path, place: Place) -> QualityRecord | None:
     """The record for a place, or ``None`` where there is none. One that cannot be believed is said once and ignored."""
     path = path_of(folder, place)
-    if not path.exists():
-        return None
     try:
         return read_record(path)
+    except FileNotFoundError:
+        return None
     except Unbelievable as error:
         _log.warning("samebits: the quality record %s %s; it is ignored", path, error)
         return None

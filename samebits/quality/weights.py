@@ -31,7 +31,10 @@ def _mixed(tensor: Tensor) -> int:
         return 0
     data = flat.view(torch.uint8)
     short = -data.numel() % 8
-    whole = data if not short else torch.cat([data, data.new_zeros(short)])
+    if short:
+        data = torch.cat([data, data.new_zeros(short)])
+    # A view into a larger storage may begin anywhere, and torch reads wider words from multiples of their size alone.
+    whole = data.clone() if data.storage_offset() % 8 else data
     words = whole.view(torch.int64)
     total = 0
     for start in range(0, words.numel(), _CHUNK):

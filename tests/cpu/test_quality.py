@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,52 @@ def test_too_large_or_a_folder(tmp_path: Path) -> None:
         read_record(folder)
 
 
+def a_link(path: Path) -> None:
+    good = path.with_name("elsewhere.json")
+    path.rename(good)
+    path.symlink_to(good)
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("put", [a_link, a_pipe, a_folder], ids=lambda f: f.__name__)
+def test_what_is_no_plain_file(put: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = keep_record(tmp_path, record())
+    put(path)
+    assert find_record(tmp_path, place()) is None
+    assert ["cannot be read (" in line.getMessage() for line in caplog.records] == [True]
+
+
+def test_a_cache_that_may_not_be_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep_record(tmp_path, record())
+
+    def forbidden(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        for name in ("open", "stat"):
+            patch.setattr(os, name, forbidden)
+        assert find_record(tmp_path, place()) is None
+    assert ["Permission denied" in line.getMessage() for line in caplog.records] == [True]
+
+
+def test_a_long_prompt_can_be_read_again(tmp_path: Path) -> None:
+    long = record(pairs=[pair(prompt="\u72d0" * 32_768)])
+    assert read_record(keep_record(tmp_path, long)) == long
+    with pytest.raises(Unbelievable):
+        read_record(keep_record(tmp_path, record(pairs=[pair(prompt="a" * 32_769)])))
+
+
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.json"
     write_record(record(), path)
@@ -256,6 +303,18 @@ def test_another_model_has_another_hash(change: Any) -> None:
     assert model_hash(module) != model_hash(net())
 
 
+def test_a_view_into_a_larger_storage() -> None:
+    """As safetensors gives them: it may begin at any byte."""
+    hashes = []
+    for start in (0, 3, 8):
+        module = nn.Module()
+        storage = torch.zeros(64, dtype=torch.uint8)
+        storage[start : start + 16] = torch.arange(16, dtype=torch.uint8)
+        module.register_buffer("bytes", storage[start : start + 16])
+        hashes.append(model_hash(module))
+    assert len(set(hashes)) == 1
+
+
 def test_layout_is_no_content() -> None:
     module = net()
     before = model_hash(module)
@@ -291,6 +350,8 @@ def test_figures() -> None:
     assert far.psnr == pytest.approx(10 * math.log10(255**2 / ((one - other) ** 2).mean()), rel=1e-4)
     if metrics.lpips_weights() is None:
         assert far.lpips is None
+    with pytest.raises(ValueError, match="at least 8 pixels"):
+        metrics.figures(picture(0).resize((5, 64)), picture(0).resize((5, 64)))
     with pytest.raises(ValueError, match="one size"):
         metrics.figures(picture(0), picture(0).resize((64, 64)))
 

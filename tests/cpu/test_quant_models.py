@@ -11,9 +11,11 @@ import pytest
 import torch
 from denoisers import KernelGate, check_same_bits, qwen, qwen_inputs, run, same_bits, z_image, z_image_inputs
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from samebits.apply import Handle, apply, place_of
 from samebits.gate import Gate
+from samebits.models import _quantized
 from samebits.quality import Figures, Pair, QualityRecord, keep_record
 from samebits.quant import Fp8Linear
 
@@ -289,6 +291,82 @@ def test_a_record_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         model.proj_out.bias.add_(1)  # another model
     with apply(model, contract="measured", gate=KernelGate()) as handle:
         assert "there is no quality record" in str(handle.report())
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_model_that_moved_after_the_decision_is_exact(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is about one dtype on one device: elsewhere it would be another measurement."""
+    monkeypatch.setenv("SAMEBITS_CACHE_DIR", str(tmp_path))
+    model, inputs = fp8_qwen(), qwen_inputs(dtype)
+    keep_record(tmp_path, a_record(model, 0.99))
+    plain = nn.Module.to(copy.deepcopy(model), dtype)
+    with apply(model, gate=KernelGate(), contract="measured") as handle:
+        nn.Module.to(model, dtype)
+        output = run(model, inputs)
+        assert same_bits(output, run(plain, inputs)) == (dtype != BF16)
+        assert bool(handle.moved) == (dtype == BF16)
+        report = str(handle.report())
+    assert ("for torch.bfloat16 on cpu, and the last call had torch.float16 on cpu" in report) == (dtype != BF16)
+
+
+def test_weights_that_are_not_in_memory_stay_exact() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = fp8_qwen(), qwen_inputs(BF16)
+    expected = run(model, inputs)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with apply(model, gate=KernelGate(), contract="measured") as handle:
+        check_same_bits(run(model, inputs), expected)
+        assert "not in memory (offloaded)" in str(handle.report())
+
+
+def test_a_family_without_late_biases_says_so() -> None:
+    model, inputs = quantised(z_image(BF16)), z_image_inputs(BF16)
+    expected = run(model, inputs)
+    with measured(model) as handle:
+        check_same_bits(run(model, inputs), expected)
+        assert "adds no bias of a ZImageTransformer2DModel late" in str(handle.report())
+        assert not handle.moved
+
+
+def test_a_hook_on_every_module_sees_every_module() -> None:
+    """torch's global hooks see tensors, and as many modules as without samebits."""
+
+    def seen() -> list[tuple[str, str]]:
+        calls: list[tuple[str, str]] = []
+
+        def see(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            calls.append((type(module).__name__, type(inputs[0] if inputs else output).__name__))
+
+        hook = register_module_forward_hook(see)
+        try:
+            run(model, inputs)
+        finally:
+            hook.remove()
+        return calls
+
+    model, inputs = fp8_qwen(), qwen_inputs(BF16)
+    expected = sorted(seen())
+    for place in (lambda: apply(model, gate=KernelGate()), lambda: measured(model)):
+        with place():
+            assert sorted(seen()) == expected
+
+
+def test_scales_whose_comparison_was_cut_short_are_not_taken_for_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    linears: Any = [Fp8Linear(16, 16, static=True) for _ in range(2)]
+    shared = _quantized.SharedScale()
+    assert shared.of(linears) is linears[0].input_scale
+    linears[1].input_scale.fill_(2.0)
+
+    def interrupted(value: Any) -> float:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_quantized, "float", interrupted, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            shared.of(linears)
+    assert shared.of(linears) is None
 
 
 @pytest.mark.parametrize(
