@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -291,7 +291,8 @@ def _keep(folder: Path, record: QualityRecord, out: Path) -> list[Path]:
         return out / "record.json"
 
     paths: list[Path] = []
-    for where, write in ((folder, lambda: keep_record(folder, record)), (out, beside)):
+    ways: tuple[tuple[Path, Callable[[], Path]], ...] = ((folder, lambda: keep_record(folder, record)), (out, beside))
+    for where, write in ways:
         try:
             paths.append(write())
         except OSError as error:

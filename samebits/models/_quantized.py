@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from samebits import capture
 from samebits.models._ahead import Unwritten
@@ -65,12 +64,7 @@ class SharedScale:
 
 def may_quantise() -> bool:
     """Whether this thread runs plainly enough for a value that is no tensor to pass between modules."""
-    return not (
-        torch.is_grad_enabled()
-        or torch._C._is_any_autocast_enabled()
-        or capture.tracing()
-        or _has_any_global_hook()  # somebody watches every module: each is called, with tensors
-    )
+    return not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled() and not capture.tracing()
 
 
 def as_input(values: Tensor, scale: Tensor | None, like: Tensor) -> Any:
