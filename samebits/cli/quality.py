@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -149,6 +150,9 @@ def quality(
         raise click.UsageError(missing)
     if host and device is not None and not device.startswith("cpu"):
         raise click.UsageError(f"--host runs on the CPU and --device {device} does not. Leave one out.")
+    if guidance is not None and not (math.isfinite(guidance) and guidance >= 0):
+        # Pictures of NaN are black both ways, and would be recorded as identical.
+        raise click.BadParameter(f"expected a number from 0 up, got {guidance}.", param_hint="--guidance")
     words = read_prompts(prompts, model)
     check_amount(words, seeds)
     folder = settings().cache_dir

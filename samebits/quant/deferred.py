@@ -131,6 +131,8 @@ def why_not_defer(linear: Any) -> str | None:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if "forward" in attributes or any(attributes[name] for name in hooks):
         return "it carries a hook or a forward of its own, which must see its whole result"
+    if attributes.get("_compiled_call_impl") is not None:
+        return "its call is compiled by torch.compile, which must see its whole result"
     if linear.bias.requires_grad and torch.is_grad_enabled():
         return "its bias requires grad"
     interception = capture.interception()

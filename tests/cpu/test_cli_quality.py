@@ -99,6 +99,10 @@ def wrong(exports: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "a long prompt": ([str(fp8), "--prompts", str(long)], "32,769 characters"),
         "too many pairs": ([str(fp8), "--prompts", str(good), "--seeds", "10000"], "are 20,000 pairs"),
         "output cannot be written": ([tiny.NAMES[0], *SMALL, "-o", "/proc/self"], "/proc/self: cannot be written"),
+        "no guidance": (
+            [str(fp8), "--prompts", str(good), "--guidance", "nan"],
+            "expected a number from 0 up, got nan",
+        ),
         "not quantised": ([tiny.NAMES[0], *SMALL, "-o", str(tmp_path / "o")], "no linear of this model is quantised"),
         "a size": ([tiny.NAMES[0], "--size", "64"], "expected WIDTHxHEIGHT"),
         "host on a GPU": ([tiny.NAMES[0], "--host", "--device", "cuda"], "Leave one out"),
@@ -106,7 +110,7 @@ def wrong(exports: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     }
 
 
-@pytest.mark.parametrize("number", range(13))
+@pytest.mark.parametrize("number", range(14))
 def test_bad_input_is_one_line_and_two(
     number: int, exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,11 @@ def with_forward(module: Any) -> Any:
     return module
 
 
+def compiled(module: Any) -> Any:
+    module.compile(backend="eager")
+    return module
+
+
 class Lora(nn.Module):
     """As peft's: a wrapper around the linear."""
 
@@ -137,6 +142,7 @@ DECLINED = {
     "lora": (lambda: Lora(linear()), "it is a Lora"),
     "no bias": (lambda: linear(bias=False), "it has no bias"),
     "hook": (lambda: with_hook(linear()), "carries a hook"),
+    "compiled": (lambda: compiled(linear()), "compiled by torch.compile"),
     "forward": (lambda: with_forward(linear()), "a forward of its own"),
 }
 
