@@ -235,6 +235,13 @@ def _paint(
                 for seed in range(seeds):
                     with apply(pipeline, host=host):
                         exact = paint(pipeline, {**arguments, "prompt": prompt}, seed).image
+                        again = exact if run.pairs else paint(pipeline, {**arguments, "prompt": prompt}, seed).image
+                    if not run.pairs and pixels_sha256(again) != pixels_sha256(exact):
+                        click.echo(
+                            "samebits: warning: the exact pipeline gave two pictures for one seed, so a part of every "
+                            "difference is its own",
+                            err=True,
+                        )
                     with apply(pipeline, host=host, contract="measured", rounding=rounding, on_trial=True) as late:
                         measured = paint(pipeline, {**arguments, "prompt": prompt}, seed).image
                     if not late.moved:

@@ -190,3 +190,21 @@ def test_only_the_worst_pictures_are_kept() -> None:
         ssim = ((number * 77) % 200 - 100) / 100
         run.show(Shown(f"SSIM {ssim:.4f}", None, None, None, (ssim, 30.0)))  # type: ignore[arg-type]
     assert [shown.badness[0] for shown in run.shown] == [(number - 100) / 100 for number in range(MOST_PICTURES)]
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_a_pipeline_that_does_not_repeat_itself_is_said(
+    repeatable: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = metrics.pixels_sha256, []
+
+    def pixels(image: Any) -> str:
+        calls.append(image)
+        return real(image) + ("" if repeatable else str(len(calls)))
+
+    monkeypatch.setattr(metrics, "pixels_sha256", pixels)
+    loose = ("--min-ssim", "0", "--min-psnr", "0", "-o", str(tmp_path / "out"))
+    result = invoke(str(model), "--prompts", prompts(tmp_path), *SMALL, *loose, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("gave two pictures for one seed") == (not repeatable)
+    assert len(json.loads(result.stdout)["pairs"]) == 2
