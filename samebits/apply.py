@@ -16,7 +16,7 @@ from torch import nn
 
 from samebits.environment import fingerprint
 from samebits.errors import AlreadyAppliedError, UnsupportedModelError
-from samebits.gate import AWAITED, CAPTURING, ELSEWHERE, HINTED, RETRY, Gate, default_gate
+from samebits.gate import AWAITED, CAPTURING, ELSEWHERE, HINTED, RETRY, Gate, checked_recheck_every, default_gate
 from samebits.graphs import MAX_GRAPHS, DenoiserGraphs, GraphRow
 from samebits.models import FAMILIES, Family, family_of, unwrapped
 from samebits.models._family import Line, Replacement
@@ -465,8 +465,8 @@ def apply(
             raise ValueError(f"{limit} must be at least 1, got {value}; leave cuda_graphs out to have no graphs.")
     if trust is not None and trust not in ("settings", *TRUSTS):
         raise ValueError(f"trust must be None or one of settings, {', '.join(TRUSTS)}, got {trust!r}.")
-    if recheck_every is not None and recheck_every < 0:
-        raise ValueError(f"recheck_every must be 0 (never) or more, got {recheck_every}.")
+    if recheck_every is not None:
+        checked_recheck_every(recheck_every)
     for option, choice, choices in (("contract", contract, CONTRACTS), ("rounding", rounding, ROUNDINGS)):
         if choice not in choices:
             raise ValueError(f"{option} must be one of {', '.join(choices)}, got {choice!r}.")

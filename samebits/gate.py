@@ -118,7 +118,7 @@ class Gate:
         self.strict = strict
         self.guessing = guessing
         self.made_up_elements = made_up_elements
-        self.recheck_every = settings().recheck_every if recheck_every is None else _checked(recheck_every)
+        self.recheck_every = settings().recheck_every if recheck_every is None else checked_recheck_every(recheck_every)
         self.pending: dict[Entry, Table] = {}
         """Signatures met during a capture and not compared yet, oldest first."""
         self._probe = capture.default_probe() if probe is None else probe
@@ -168,7 +168,7 @@ class Gate:
         ValueError
             ``recheck_every`` is negative.
         """
-        every = None if recheck_every is None else _checked(recheck_every)
+        every = None if recheck_every is None else checked_recheck_every(recheck_every)
         with self._lock:
             table = self._tables.setdefault((id(op), host), Table(op, host))
             site = Site(name, op, self, table, strict, every, self._sites_made)
@@ -707,7 +707,10 @@ class Gate:
             self.pending.clear()
 
 
-def _checked(recheck_every: int) -> int:
+def checked_recheck_every(recheck_every: int) -> int:
+    """Return ``recheck_every``, or raise a ``ValueError`` where it is no number of calls."""
+    if type(recheck_every) is not int:
+        raise ValueError(f"recheck_every must be a whole number of calls, got {recheck_every!r}.")
     if recheck_every < 0:
         raise ValueError(f"recheck_every must be 0 (never) or more, got {recheck_every}.")
     return recheck_every

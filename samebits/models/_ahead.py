@@ -26,19 +26,21 @@ _LONGEST_WAIT_CALLS = 1024
 
 
 class Unwritten:
-    """A tensor as it was: the object and its count of writes. It does not keep the tensor."""
+    """A tensor as it was: the object, its address and its count of writes. It does not keep the tensor."""
 
-    __slots__ = ("reference", "version")
+    __slots__ = ("address", "reference", "version")
 
     def __init__(self, tensor: Tensor | None, forget: Callable[[Any], None] | None = None) -> None:
         self.reference = None if tensor is None else weakref.ref(tensor, forget)
         self.version = 0 if tensor is None else tensor._version
+        self.address = 0 if tensor is None else _address(tensor)
 
     def is_still(self, tensor: Tensor | None) -> bool:
         """Whether ``tensor`` is the same object and nothing was written to it since."""
         if tensor is None or self.reference is None:
             return tensor is None and self.reference is None
-        return self.reference() is tensor and tensor._version == self.version
+        # Who streams weights points ``.data`` at other memory, which is no write to torch.
+        return self.reference() is tensor and tensor._version == self.version and _address(tensor) == self.address
 
 
 class Ahead:
@@ -179,6 +181,14 @@ class LookAhead:
         if known is not None and any(was.reference is stream for was, *_ in known.streams.values()):
             self._known = None  # nobody can ask for it any more, so nobody will
             self._boundaries[known.number].missed()
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the memory of ``tensor`` begins; 0 where it has none of its own."""
+    try:
+        return tensor.data_ptr()
+    except Exception:  # wrappers of tracers and of quantisation
+        return 0
 
 
 def _unchanged(before: list[Unwritten], now: Iterable[Tensor | None]) -> bool:

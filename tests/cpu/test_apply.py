@@ -287,6 +287,8 @@ def test_the_watch_takes_a_verdict_back_and_the_report_names_the_cause(every: in
 
 def test_recheck_every_is_an_option_like_the_others() -> None:
     model = qwen()
+    with pytest.raises(ValueError, match="recheck_every must be a whole number"):
+        apply(model, recheck_every=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="recheck_every must be 0"):
         apply(model, recheck_every=-1)
     handle = apply(model, recheck_every=10)

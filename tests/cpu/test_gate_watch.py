@@ -237,6 +237,9 @@ def test_the_variable_is_the_default_and_the_argument_wins(monkeypatch: pytest.M
 
 
 def test_a_negative_number_is_refused() -> None:
+    for value in (1.5, True, "3"):
+        with pytest.raises(ValueError, match="recheck_every must be a whole number"):
+            make_gate(recheck_every=value)
     with pytest.raises(ValueError, match=r"recheck_every must be 0 \(never\) or more, got -1"):
         make_gate(recheck_every=-1)
     with pytest.raises(ValueError, match="recheck_every must be"):
