@@ -51,8 +51,8 @@ class Ahead:
     modulation : object
         What the next block's modulation made of ``inputs``.
     streams : dict of str to tuple
-        By the name of a residual stream: the stream, as it left the block, its modulated norm, that one's version, and
-        the scale that it was quantised with.
+        By the name of a residual stream: the stream, as it left the block, its modulated norm, that one's version,
+        the scale that it was quantised with, and the eps of its norm.
     """
 
     __slots__ = ("inputs", "lane", "modulation", "number", "streams")
@@ -69,19 +69,20 @@ class Ahead:
         self.lane = lane
         self.inputs = [Unwritten(tensor) for tensor in inputs]
         self.modulation = modulation
-        self.streams: dict[str, tuple[Unwritten, Tensor, int, Tensor | None]] = {}
+        self.streams: dict[str, tuple[Unwritten, Tensor, int, Tensor | None, float]] = {}
 
-    def stream(self, name: str, stream: Tensor, scale: Tensor | None = None) -> Tensor | None:
-        """The modulated norm of ``stream``, quantised with ``scale``.
+    def stream(self, name: str, stream: Tensor, eps: float | None, scale: Tensor | None = None) -> Tensor | None:
+        """The modulated norm of ``stream`` with ``eps``, quantised with ``scale``.
 
-        ``None`` where it is another tensor than the one that was normed, or wanted with another scale.
+        ``None`` where it is another tensor than the one that was normed, or wanted with another eps or scale. An eps of
+        ``None`` says that the norm is not plain by now.
         """
         found = self.streams.get(name)
         if found is None:
             return None
-        was, modulated, version, quantised_with = found
-        held = was.is_still(stream) and modulated._version == version and quantised_with is scale
-        return modulated if held else None
+        was, modulated, version, quantised_with, normed_with = found
+        held = was.is_still(stream) and modulated._version == version
+        return modulated if held and quantised_with is scale and normed_with == eps else None
 
 
 @dataclass
@@ -172,9 +173,11 @@ class LookAhead:
         self._known = Ahead(number, lane, inputs, modulation, self._forget)
         return self._known
 
-    def put(self, ahead: Ahead, name: str, stream: Tensor, modulated: Tensor, scale: Tensor | None = None) -> None:
+    def put(
+        self, ahead: Ahead, name: str, stream: Tensor, modulated: Tensor, eps: float, scale: Tensor | None = None
+    ) -> None:
         """Keep the modulated norm of a stream until the next block takes it or the stream is gone."""
-        ahead.streams[name] = Unwritten(stream, self._forget), modulated, modulated._version, scale
+        ahead.streams[name] = Unwritten(stream, self._forget), modulated, modulated._version, scale, eps
 
     def _forget(self, stream: weakref.ref[Tensor]) -> None:
         known = self._known

@@ -212,6 +212,11 @@ AHEAD = "its lines run at the end of the block before, as {} there"
 WITH_NEXT = "its lines run together with the first norm of the next block, as {}"
 
 
+def _plain_eps(norm: Any, width: int) -> float | None:
+    """The eps of a norm that the op may stand for, or ``None``: it may have changed since it was computed ahead."""
+    return norm.eps if is_plain_layer_norm(norm, width) else None
+
+
 def _sources(block: Any, temb: torch.Tensor, index: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Everything that the block's modulation is computed from."""
     return temb, index, *block.img_mod.parameters(), *block.txt_mod.parameters()
@@ -317,7 +322,8 @@ def _write_block(
         img_normed: Any = None
         txt_normed: Any = None
         if ahead is not None:
-            img_normed, txt_normed = ahead.stream("img", x, img_scale), ahead.stream("txt", text, txt_scale)
+            img_normed = ahead.stream("img", x, _plain_eps(block.img_norm1, x.shape[-1]), img_scale)
+            txt_normed = ahead.stream("txt", text, _plain_eps(block.txt_norm1, text.shape[-1]), txt_scale)
             look.settle(number, img_normed is not None and txt_normed is not None)
             img_normed = None if img_normed is None else as_input(img_normed, img_scale, x)
             txt_normed = None if txt_normed is None else as_input(txt_normed, txt_scale, text)
@@ -349,6 +355,7 @@ def _write_block(
             if ahead is None or img_next is None:
                 x = _residual(img_residual, late, "img_residual", x, img[5], branch, index)
             else:
+                img_eps = following.img_norm1.eps
                 x, modulated = _residual_next_norm(
                     img_next,
                     late,
@@ -357,11 +364,11 @@ def _write_block(
                     img[5],
                     branch,
                     ahead.modulation[0],
-                    following.img_norm1.eps,
+                    img_eps,
                     index,
                     next_img_scale,
                 )
-                look.put(ahead, "img", x, modulated, next_img_scale)
+                look.put(ahead, "img", x, modulated, img_eps, next_img_scale)
 
             txt_mlp_scale = txt_mlp.scale() if plain else None
             text, modulated = _residual_norm(
@@ -371,6 +378,7 @@ def _write_block(
             if ahead is None or txt_next is None:
                 text = _residual(txt_residual, late, "txt_residual", text, txt[5], branch)
             else:
+                txt_eps = following.txt_norm1.eps
                 text, modulated = _residual_next_norm(
                     txt_next,
                     late,
@@ -379,11 +387,11 @@ def _write_block(
                     txt[5],
                     branch,
                     ahead.modulation[1],
-                    following.txt_norm1.eps,
+                    txt_eps,
                     None,
                     next_txt_scale,
                 )
-                look.put(ahead, "txt", text, modulated, next_txt_scale)
+                look.put(ahead, "txt", text, modulated, txt_eps, next_txt_scale)
         return text, x
 
     def why_not(name: str) -> str | None:

@@ -184,7 +184,8 @@ def _write_block(number: int, look: LookAhead, block: Any, original: Function, l
         modulation = _modulation(block, x.shape[1], *sources) if ahead is None else ahead.modulation
         attn_in = None
         if ahead is not None:
-            attn_in = ahead.stream("x", x)
+            norm = block.attention_norm1
+            attn_in = ahead.stream("x", x, norm.eps if is_plain_rms_norm(norm) else None)
             look.settle(number, attn_in is not None)
         if attn_in is None:
             attn_in, modulation = _norm(attention_norm1, block, x, modulation)
@@ -203,7 +204,7 @@ def _write_block(number: int, look: LookAhead, block: Any, original: Function, l
         if ahead is None:
             return _residual(ffn_norm2, block, x, gate_mlp, branch)
         x, normed, ahead.modulation = _residual_next_norm(ffn_norm2, block, x, gate_mlp, branch, following, modulation)
-        look.put(ahead, "x", x, normed)
+        look.put(ahead, "x", x, normed, following.attention_norm1.eps)
         return x
 
     attention_norm1.watch = lambda: (

@@ -130,6 +130,29 @@ def weights_elsewhere_for_the_next_block(model: Any) -> None:
     part.register_forward_hook(stream)
 
 
+def another_eps_from_inside_a_block(model: Any) -> None:
+    """A hook that runs after the next block's norm was computed, and changes that norm."""
+    first, second = blocks_of(model)[:2]
+    part = first.txt_mlp if hasattr(first, "txt_mlp") else first.ffn_norm2
+
+    def change(*_: Any) -> None:
+        (second.img_norm1 if hasattr(second, "img_norm1") else second.attention_norm1).eps = 1e-2
+
+    part.register_forward_hook(change)
+
+
+def a_hook_on_the_norm_from_inside_a_block(model: Any) -> None:
+    first, second = blocks_of(model)[:2]
+    part = first.txt_mlp if hasattr(first, "txt_mlp") else first.feed_forward
+    norm = second.img_norm1 if hasattr(second, "img_norm1") else second.attention_norm1
+
+    def change(*_: Any) -> None:
+        if not norm._forward_hooks:
+            norm.register_forward_hook(lambda module, args, output: output * 2)
+
+    part.register_forward_hook(change)
+
+
 def hook_on_the_modulation(model: Any) -> None:
     block = blocks_of(model)[1]
     part = block.img_mod if hasattr(block, "img_mod") else block.adaLN_modulation
@@ -172,6 +195,8 @@ STAND_BETWEEN = [
     hook_that_writes_after,
     hook_that_only_says_it_looks,
     weights_before_the_next_block,
+    another_eps_from_inside_a_block,
+    a_hook_on_the_norm_from_inside_a_block,
     weights_elsewhere_for_the_next_block,
     hook_on_the_modulation,
     hook_on_the_linear,
