@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from samebits import jit
 from samebits.ops._layout import CTYPES, HERE
 from samebits.ops._reduce_plan import ReducePlan
+from samebits.proof.workshop import Change
 
 ROW_SUM, HEAD_NORM, LAYER_NORM = "_row_sum.cuh", "_head_norm.cuh", "_layer_norm.cuh"
 """The headers that sum. What an op sums follows from which of them its sources name."""
@@ -72,14 +72,6 @@ using Weight = ELEMENT;
 """
 
 
-class Change(NamedTuple):
-    """A change of one header's text, which must apply exactly once."""
-
-    file: str
-    old: str
-    new: str
-
-
 class SumKernels:
     """Kernels that write the sums of the headers. A context manager; leaving it deletes its folder.
 
@@ -106,13 +98,11 @@ class SumKernels:
             source = f'{_HEADS}#include "{header_name}"\n{text}'
             self._source(header_name).write_text(source, encoding="utf-8")
         if change is not None:
-            path = self._path / change.file
-            before = path.read_text(encoding="utf-8")
-            if before.count(change.old) != 1:
+            try:
+                change.apply(self._path)
+            except ValueError:
                 self._folder.cleanup()
-                found = before.count(change.old)
-                raise ValueError(f"{change.file}: expected {change.old!r} once, found it {found} times")
-            path.write_text(before.replace(change.old, change.new), encoding="utf-8")
+                raise
 
     def _source(self, header: str) -> Path:
         return self._path / f"sum_of{header.removesuffix('h')}"

@@ -22,8 +22,9 @@ from samebits.ops import _reduce_plan as planner
 from samebits.ops._op import Op
 from samebits.ops._reduce_plan import OLDER, ReducePlan, layer_norm_tree, reduce_plan, reduce_tree
 from samebits.proof import welford
-from samebits.proof.tree_kernels import HEAD_NORM, KINDS, LAYER_NORM, ROW_SUM, Change, SumKernels
+from samebits.proof.tree_kernels import HEAD_NORM, KINDS, LAYER_NORM, ROW_SUM, SumKernels
 from samebits.proof.tree_pictures import picture
+from samebits.proof.workshop import Change
 from samebits.summation import Probe, Tree, ask_signed, ask_squares, confirm, recover
 
 ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 4096)

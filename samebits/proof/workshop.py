@@ -25,6 +25,21 @@ class Change(NamedTuple):
     old: str
     new: str
 
+    def apply(self, folder: Path) -> None:
+        """Make the change in the copy of the file that ``folder`` holds.
+
+        Raises
+        ------
+        ValueError
+            It does not apply exactly once, or changes nothing.
+        """
+        path = folder / self.file
+        text = path.read_text(encoding="utf-8")
+        found = text.count(self.old)
+        if found != 1 or self.old == self.new:
+            raise ValueError(f"{self.file}: expected {self.old!r} once, found it {found} times; adapt the control.")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
 
 class Workshop:
     """The sources of all ops, copied when it is made, with ``changes`` applied. A context manager.
@@ -43,17 +58,12 @@ class Workshop:
         for path in HERE.iterdir():
             if path.suffix in (".cu", ".cuh", ".py"):
                 shutil.copy(path, self.path)
-        for change in changes:
-            self._apply(change)
-
-    def _apply(self, change: Change) -> None:
-        path = self.path / change.file
-        text = path.read_text(encoding="utf-8")
-        found = text.count(change.old)
-        if found != 1 or change.old == change.new:
+        try:
+            for change in changes:
+                change.apply(self.path)
+        except ValueError:
             self.close()
-            raise ValueError(f"{change.file}: expected {change.old!r} once, found it {found} times; adapt the control.")
-        path.write_text(text.replace(change.old, change.new), encoding="utf-8")
+            raise
 
     def op(self, name: str) -> Op:
         """The op of this name as this folder has it: its module loaded anew, its kernel compiled from here."""

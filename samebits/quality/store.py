@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from samebits.certificate import digest
 from samebits.quality.decision import Place
@@ -44,8 +42,3 @@ def find_record(folder: Path, place: Place) -> QualityRecord | None:
     except Unbelievable as error:
         _log.warning("samebits: the quality record %s %s; it is ignored", path, error)
         return None
-
-
-def same_environment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two fingerprints are the same in every field."""
-    return digest(one) == digest(other)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from samebits.ops import OPS, by_name
 from samebits.proof import trees, welford
-from samebits.proof.tree_kernels import HEAD_NORM, LAYER_NORM, ROW_SUM, Change, SumKernels
+from samebits.proof.tree_kernels import HEAD_NORM, LAYER_NORM, ROW_SUM, SumKernels
 from samebits.proof.trees import TreeProof, prove_trees
+from samebits.proof.workshop import Change
 
 pytestmark = pytest.mark.host
 CPU = torch.device("cpu")
