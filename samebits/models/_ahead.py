@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class Ahead:
         self.lane = lane
         self.inputs = [Unwritten(tensor) for tensor in inputs]
         self.modulation = modulation
-        self.streams: dict[str, tuple[Unwritten, Tensor, int, Tensor | None, float]] = {}
+        self.streams: dict[str, tuple[Unwritten, Tensor, int, Unwritten, float]] = {}
 
     def stream(self, name: str, stream: Tensor, eps: float | None, scale: Tensor | None = None) -> Tensor | None:
         """The modulated norm of ``stream`` with ``eps``, quantised with ``scale``.
@@ -82,7 +82,7 @@ class Ahead:
             return None
         was, modulated, version, quantised_with, normed_with = found
         held = was.is_still(stream) and modulated._version == version
-        return modulated if held and quantised_with is scale and normed_with == eps else None
+        return modulated if held and quantised_with.is_still(scale) and normed_with == eps else None
 
 
 @dataclass
@@ -166,9 +166,12 @@ class LookAhead:
     def begin(
         self, number: int, inputs: Iterable[Tensor | None], modulation: Any, device: torch.device
     ) -> Ahead | None:
-        """Keep the modulation of block ``number`` and make room for its streams; ``None`` in no known lane."""
-        lane = capture.lane(device)
-        if lane is None:
+        """Keep the modulation of block ``number`` and make room for its streams.
+
+        ``None`` in no known lane, and for inputs that count no writes.
+        """
+        lane, inputs = capture.lane(device), list(inputs)
+        if lane is None or any(tensor is not None and tensor.is_inference() for tensor in inputs):
             return None
         self._known = Ahead(number, lane, inputs, modulation, self._forget)
         return self._known
@@ -177,7 +180,10 @@ class LookAhead:
         self, ahead: Ahead, name: str, stream: Tensor, modulated: Tensor, eps: float, scale: Tensor | None = None
     ) -> None:
         """Keep the modulated norm of a stream until the next block takes it or the stream is gone."""
-        ahead.streams[name] = Unwritten(stream, self._forget), modulated, modulated._version, scale, eps
+        if scale is not None and scale.is_inference():
+            return  # nobody could tell whether it was written to
+        quantised_with = Unwritten(scale)
+        ahead.streams[name] = Unwritten(stream, self._forget), modulated, modulated._version, quantised_with, eps
 
     def _forget(self, stream: weakref.ref[Tensor]) -> None:
         known = self._known
@@ -220,12 +226,27 @@ def _is_called_as_it_is(attributes: dict[str, Any]) -> bool:
 def may_run_early(modulation: nn.Module, source: Tensor) -> bool:
     """Whether calling ``modulation`` on ``source`` now is what calling it later is: no hooks, its weights at hand.
 
-    That nothing is written to the weights until then has to be seen later: they belong to the ``inputs``.
+    That nothing is written to the weights until then has to be seen later: they belong to the ``inputs``. Tensors of
+    the inference mode count no writes, so what lies in them is never done early.
     """
+    if source.is_inference():
+        return False
     for module in modulation.modules():
         if not calls_only_forward(module.__dict__):
             return False
         for parameter in module._parameters.values():
-            if parameter is not None and (parameter.device != source.device or parameter.dtype != source.dtype):
+            if parameter is not None and (
+                parameter.device != source.device or parameter.dtype != source.dtype or parameter.is_inference()
+            ):
+                return False
+        for buffer in module._buffers.values():  # the weights and scales of a quantised linear
+            if buffer is not None and (buffer.device != source.device or buffer.is_inference()):
                 return False
     return True
+
+
+def weights_of(modulation: nn.Module) -> Iterator[Tensor | None]:
+    """Every parameter of ``modulation``, and every buffer: a quantised linear keeps its weight in one."""
+    for module in modulation.modules():
+        yield from module._parameters.values()
+        yield from module._buffers.values()

@@ -18,7 +18,7 @@ from diffusers.models.transformers import transformer_qwenimage as theirs
 from torch import nn
 
 from samebits.models._activations import activation_of
-from samebits.models._ahead import LookAhead, may_run_early
+from samebits.models._ahead import LookAhead, may_run_early, weights_of
 from samebits.models._family import Family, Function, Line, Replacement, calls_only_forward, source, unwrapped
 from samebits.models._norms import (
     ATTENTION_SOURCE,
@@ -219,7 +219,7 @@ def _plain_eps(norm: Any, width: int) -> float | None:
 
 def _sources(block: Any, temb: torch.Tensor, index: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Everything that the block's modulation is computed from."""
-    return temb, index, *block.img_mod.parameters(), *block.txt_mod.parameters()
+    return temb, index, *weights_of(block.img_mod), *weights_of(block.txt_mod)
 
 
 def _first_lines_may_run_early(block: Any, temb: torch.Tensor, width: int) -> bool:

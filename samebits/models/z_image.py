@@ -17,7 +17,7 @@ from diffusers.models.transformers import transformer_z_image as theirs
 from torch import nn
 
 from samebits import capture
-from samebits.models._ahead import LookAhead, may_run_early
+from samebits.models._ahead import LookAhead, may_run_early, weights_of
 from samebits.models._attention import Attention as Attend
 from samebits.models._family import Family, Function, Line, Replacement, source, unwrapped
 from samebits.models._norms import (
@@ -107,11 +107,11 @@ def _residual_next_norm(
     return x, normed, modulation.opened(tuple(opened))
 
 
-def _weights(block: Any) -> Iterator[torch.Tensor]:
-    """The parameters of the block's first lines: its first norm's, and its modulation's if it has one."""
-    yield from block.attention_norm1.parameters()
+def _weights(block: Any) -> Iterator[Maybe]:
+    """The weights of the block's first lines: its first norm's, and its modulation's if it has one."""
+    yield from weights_of(block.attention_norm1)
     if block.modulation:
-        yield from block.adaLN_modulation.parameters()
+        yield from weights_of(block.adaLN_modulation)
 
 
 def _first_lines_may_run_early(block: Any, before: Any, x: torch.Tensor, sources: tuple[Maybe, ...]) -> bool:

@@ -27,6 +27,7 @@ from torch import nn
 
 from samebits.apply import Handle, apply
 from samebits.models._ahead import LookAhead, may_run_early
+from samebits.quant import Fp8Linear
 
 BLOCKS = 3
 ACROSS = {"qwen": 2 * (BLOCKS - 1), "z-image": BLOCKS - 1}
@@ -335,6 +336,51 @@ def test_inference_mode_and_gradients_do_without(name: str) -> None:
             model.requires_grad_(True)
             check_same_bits([part.detach() for part in flat(model(**inputs))], expected)
         assert first_norms(handle) == [2] * BLOCKS
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_weights_of_the_inference_mode_count_no_writes(name: str) -> None:
+    """They came from a model that was made in it and runs outside: nothing is done early, and nothing raises."""
+    with torch.inference_mode():
+        model, inputs = build(name)
+    inputs = build(name)[1]
+    expected = run(model, inputs)
+    with apply(model, gate=KernelGate()) as handle:
+        for calls in (1, 2):
+            check_same_bits(run(model, inputs), expected)
+            assert first_norms(handle) == [calls] * BLOCKS
+    with torch.inference_mode():
+        counted = nn.Linear(4, 4)
+    assert not may_run_early(counted, torch.zeros(1, 4))
+    assert LookAhead().begin(1, (counted.weight,), None, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("buffer", ["weight", "weight_scale", "input_scale"])
+@pytest.mark.parametrize("name", ACROSS)
+def test_a_quantised_modulation_that_is_written_to_between_two_blocks_is_seen(name: str, buffer: str) -> None:
+    """Its weight and scales are buffers. The hook says that it only looks, and lies."""
+
+    def changed() -> Any:
+        model = build(name, torch.bfloat16)[0]
+        first, second = blocks_of(model)[:2]
+        modulation, key = (second.img_mod, "1") if hasattr(second, "img_mod") else (second.adaLN_modulation, "0")
+        made = modulation._modules[key] = Fp8Linear.of(modulation._modules[key], 0.02)
+
+        def write(module: nn.Module, args: Any, output: Any) -> None:
+            part = getattr(made, buffer)
+            part.copy_(part.flip(0) if part.ndim else part * 2.5)
+
+        write.only_looks = True  # type: ignore[attr-defined]
+        first.register_forward_hook(write)
+        return model
+
+    inputs = build(name, torch.bfloat16)[1]
+    theirs, ours = changed(), changed()
+    with apply(ours, gate=KernelGate()):
+        answers = [run(theirs, inputs) for _ in range(2)]
+        assert not same_bits(*answers)
+        for expected in answers:
+            check_same_bits(run(ours, inputs), expected)
 
 
 @pytest.mark.parametrize("name", ACROSS)
