@@ -77,6 +77,16 @@ def forked() -> bool:
     return bool(_cuda._is_in_bad_fork())
 
 
+def forked_from(device: torch.device | None) -> bool:
+    """Say whether ``device`` is one that only the parent of this process may touch."""
+    return device is not None and device.type == "cuda" and forked()
+
+
+def capturing(probe: CaptureProbe, device: torch.device | None) -> bool:
+    """Say whether a graph is being captured: by this thread on ``device``, or by any."""
+    return probe.here(device) or probe.anywhere()
+
+
 class CudaProbe:
     """The answers of the CUDA driver. Without an initialised CUDA every answer is no, at no cost."""
 

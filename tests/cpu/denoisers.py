@@ -141,8 +141,8 @@ class KernelGate(Gate):
         ``spoil(op_name, outputs)`` may write to the outputs of a kernel once its signature is verified.
     """
 
-    def __init__(self) -> None:
-        super().__init__(unavailable=lambda device, host: None)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(unavailable=lambda device, host: None, **options)
         self.spoil: Callable[[str, Sequence[torch.Tensor]], None] | None = None
         self.ops: dict[str, Op] = {}
 

@@ -323,7 +323,7 @@ def test_trust_reaches_the_gate_and_verdicts_are_written_when_it_is_taken_off(
     for options in ({"trust": None}, {}):
         gate = KernelGate()
         with apply(model, gate=gate, **options):
-            assert gate._trust is None
+            assert gate._ledger.trust is None
     with pytest.raises(ValueError, match="trust must be None or one of settings, hint, stored, anew, got 'yes'"):
         apply(model, trust="yes")
 

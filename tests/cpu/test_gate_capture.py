@@ -198,7 +198,7 @@ def test_a_pending_signature_waits_for_the_determinism_flag_it_was_met_with() ->
 
 
 def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("samebits.gate.PENDING_LIMIT", 2)
+    monkeypatch.setattr("samebits.trial.PENDING_LIMIT", 2)
     probe, kernel = FakeProbe(), FakeKernel()
     gate = make_gate(probe=probe)
     site = gate.site("s", kernel.op())

@@ -112,7 +112,7 @@ def test_a_forked_child_keeps_its_verdicts_and_is_not_stuck() -> None:
         assert site.counters.fused == 2
         assert [verdict.verifications for verdict in gate.verdicts()] == [2, 1]
 
-    with gate._lock:  # Held by a thread that does not exist in the child.
+    with gate._ledger.lock:  # Held by a thread that does not exist in the child.
         in_child(child)
     assert site.counters.fused == 0
 
@@ -136,7 +136,7 @@ def test_a_child_forked_after_cuda_was_initialised_never_touches_cuda(monkeypatc
     assert (kernel.launches, site.counters.reasons[f"unsupported: {FORKED}"]) == (launches, 1)
     # A signature that is new in the child is not even asked about.
     entry.state = State.UNKNOWN
-    assert gate._claim(table, entry) == FORKED
+    assert gate._trials.claim(table, entry) == FORKED
 
 
 def test_spawned_children_work_from_the_beginning() -> None:

@@ -256,7 +256,7 @@ class GateMachine(RuleBasedStateMachine):
         entries = self.table.entries.values()
         assert len(entries) <= LIMIT
         assert {entry for entry in entries if entry.queued} == set(self.gate.pending)
-        awaited = self.gate._outstanding
+        awaited = self.gate._awaited.outstanding
         assert sum(entry.watched for entry in entries) == len(awaited)
         assert {entry for entry in entries if entry.vouched} == {one.entry for one in awaited if one.vouched}
         assert not (self.arrived and awaited)
@@ -275,8 +275,8 @@ class BlindMachine(GateMachine):
     def believe_a_lie(self, rows: int) -> None:
         self._open("hint", 0)
         self.store.fails, self.store.lies = False, True
-        assert self.gate._trust is not None
-        self.gate._trust.trust = "stored"
+        assert self.gate._ledger.trust is not None
+        self.gate._ledger.trust.trust = "stored"
         self.mode, self.answers_with = "lies", fill_zeros
         self._call(rows)
 

@@ -286,7 +286,7 @@ def test_trouble_while_a_hint_is_confirmed(step: str, clock: Clock) -> None:
     elif step == "read":
         clock.done = False
         call(site)
-        gate._outstanding[0].observation.arrived = fail  # type: ignore[assignment]
+        gate._awaited.outstanding[0].observation.arrived = fail  # type: ignore[assignment]
     else:
         kernel.fill = fail
     for _ in range(2):
@@ -470,7 +470,7 @@ def test_the_gate_of_the_process_follows_the_settings(tmp_path: Path, monkeypatc
     for value, trust in (("off", None), ("", "hint"), ("stored", "stored")):
         monkeypatch.setattr("samebits.gate._default", None)
         monkeypatch.setenv("SAMEBITS_CERTIFICATES", value)
-        found = default_gate()._trust
+        found = default_gate()._ledger.trust
         assert (None if found is None else found.trust) == trust
         if found is not None:
             assert found.store.folder == tmp_path / "certificates"  # type: ignore[attr-defined]

@@ -16,11 +16,12 @@ from gate_fakes import FakeKernel, FakeProbe, chain, fill_right, fill_zeros, inp
 from test_gate_threads import together
 from torch import Tensor
 
+from samebits.awaited import OUTSTANDING_LIMIT
 from samebits.bits import compare, integer_view
 from samebits.errors import ContractViolation, CudaContextError, KernelFailed, LaunchError
 from samebits.gate import RECHECKED, Gate, Site, State
 from samebits.ops._op import Args
-from samebits.watch import OUTSTANDING_LIMIT, first_due, gap
+from samebits.watch import first_due, gap
 
 
 @pytest.fixture(autouse=True)
@@ -280,7 +281,7 @@ def test_an_answer_is_not_asked_for_during_a_capture(clock: Clock) -> None:
     site(*inputs())
     clock.done, probe.capturing_here = True, True
     asked = []
-    (awaited,) = gate._outstanding
+    (awaited,) = gate._awaited.outstanding
     awaited.observation.arrived = lambda: asked.append(1) or True
     for _ in range(3):
         site(*inputs())
@@ -356,7 +357,7 @@ def test_an_answer_that_comes_after_the_verdict_fell_changes_nothing(clock: Cloc
     kernel.fill = fill_zeros
     site(*inputs())
     (entry,) = site._table.entries.values()
-    with gate._lock:
+    with gate._ledger.lock:
         site._table.settle(entry, State.FAILED, "of something else")
     clock.done = True
     gate.collect()
@@ -469,7 +470,7 @@ def test_a_lost_context_in_a_recheck_stops_the_gate(where: str, clock: Clock) ->
     if where == "answer":
         clock.done = False
         site(*inputs())
-        (awaited,) = gate._outstanding
+        (awaited,) = gate._awaited.outstanding
         awaited.observation.arrived = dies
     else:
         setattr(kernel, "fill" if where == "kernel" else "reference", dies)
@@ -483,7 +484,7 @@ def test_an_answer_that_cannot_be_read_is_given_up(clock: Clock, caplog: pytest.
     gate, _, site = watched(1)
     clock.done = False
     site(*inputs())
-    (awaited,) = gate._outstanding
+    (awaited,) = gate._awaited.outstanding
     awaited.observation.arrived = lambda: 1 // 0
     with caplog.at_level(logging.WARNING, "samebits"):
         for _ in range(4):

@@ -42,7 +42,22 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
 # Rooms that are several files rather than a folder.
-PART_OF = dict.fromkeys(("site", "verdict", "verify", "signature", "guess", "watch", "trust"), "gate")
+PART_OF = dict.fromkeys(
+    (
+        "site",
+        "signature",
+        "guess",
+        "verdict",
+        "reasons",
+        "ledger",
+        "trial",
+        "awaited",
+        "watch",
+        "verify",
+        "trust",
+    ),
+    "gate",
+)
 
 # Arrows that the floors would allow and the design does not.
 FORBIDDEN = {

@@ -43,8 +43,8 @@ def applied(pipelines: dict[str, Any]) -> Any:
     handles: list[Handle] = []
 
     def put_on(name: str) -> tuple[Any, Handle, FakeProbe]:
-        gate, probe = KernelGate(), FakeProbe()
-        gate.made_up_elements, gate._probe = 0, probe
+        probe = FakeProbe()
+        gate = KernelGate(probe=probe, made_up_elements=0)
         handles.append(apply(pipelines[name], gate=gate))
         return pipelines[name], handles[-1], probe
 
@@ -278,8 +278,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[KernelGate]]:
 
         class Gate(KernelGate):
             def __init__(self) -> None:
-                super().__init__()
-                self.made_up_elements = 0
+                super().__init__(made_up_elements=0)
                 made.append(self)
 
             def _kernel(self, op: Any) -> Any:
