@@ -62,8 +62,24 @@ def test_biases_that_join_late(rounding: str, device: torch.device) -> None:
         for _ in range(2):
             assert_same_bits(denoiser.forward(), unfused)
         settled(handle)
-        late = [row for row in handle.report().rows if row.site.endswith("_bias") and row.fused]
-        assert sum(row.fused for row in late) == 2 * 4 * BLOCKS
+        late = {row.site: row for row in handle.report().rows if row.site.endswith("_bias") and row.fused + row.eager}
+        # Four biases a block join late: of the attention and of the MLP, of both streams. The MLP's joins the norm of
+        # the next block where there is one.
+        after_mlp = ["next_norm1"] * (BLOCKS - 1) + ["residual"]
+        assert set(late) == {
+            f"transformer_blocks.{number}.{stream}_{part}_bias"
+            for number, last in enumerate(after_mlp)
+            for stream in ("img", "txt")
+            for part in ("norm2", last)
+        }
+        # One call in each of three forwards. A signature is compared at the first site that meets it: the norms of
+        # both kinds share one, the last block's residual has another, each once for the tokens of either stream.
+        assert {row.fused + row.eager for row in late.values()} == {3}
+        compared = {site.removeprefix("transformer_blocks.") for site, row in late.items() if row.eager}
+        assert compared == {f"0.{stream}_norm2_bias" for stream in ("img", "txt")} | {
+            f"{BLOCKS - 1}.{stream}_residual_bias" for stream in ("img", "txt")
+        }
+        assert sum(row.fused for row in late.values()) == 3 * 4 * BLOCKS - 4
     difference = (unfused.float() - exact.float()).norm() / exact.float().norm()
     assert 0 < difference < 0.05
     assert_same_bits(denoiser.forward(), exact)
