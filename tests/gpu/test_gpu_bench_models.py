@@ -33,6 +33,8 @@ def denoiser(request: pytest.FixtureRequest, device: torch.device) -> Iterator[D
 
 
 GRAPHED = ("eager", "compile", "ours")
+BESIDE = ("ours", "copies", "other")
+"""Everything but matrix products and attention."""
 
 
 def test_every_variant_of_a_forward(denoiser: Denoiser, device: torch.device) -> None:
@@ -49,13 +51,10 @@ def test_every_variant_of_a_forward(denoiser: Denoiser, device: torch.device) ->
     for name in ("eager", "eager_graph", "ours", "ours_graph"):
         assert rows[name]["bits_equal"], name
     assert rows["ours"]["launches"] < rows["eager"]["launches"]
-    assert rows["ours"]["ms_other"] < rows["eager"]["ms_other"]
     for name in GRAPHED:
         # Memsets may go another way in a graph.
         assert rows[f"{name}_graph"]["launches"] == pytest.approx(rows[name]["launches"], rel=0.4), name
-    floor = rows["floor_graph"]
-    assert floor["launches"] < rows["ours_graph"]["launches"]
-    assert floor["ms_other"] < 0.05 * floor["ms_gemm"]
+    assert rows["floor_graph"]["launches"] < rows["ours_graph"]["launches"]
 
 
 @pytest.fixture
@@ -82,7 +81,12 @@ def kernels_of(account: Launches) -> dict[str, int]:
     return found
 
 
-def test_a_replay_launches_what_its_forward_launched(accounts: dict[str, Launches]) -> None:
+PRODUCTS_LESS = {"qwen-image": 0, "z-image": 2}
+"""How many matrix products less than eager a block makes with samebits: Z-Image's three of query, key and value are
+one, Qwen-Image joins results alone. Each of these, of 128 rows and more here, is one launch."""
+
+
+def test_a_replay_launches_what_its_forward_launched(denoiser: Denoiser, accounts: dict[str, Launches]) -> None:
     """The profiler sees inside graphs: exactly the kernels of the forward, class by class."""
     counts = {name: kernels_of(account) for name, account in accounts.items()}
     print(*counts.items(), sep="\n")
@@ -90,7 +94,9 @@ def test_a_replay_launches_what_its_forward_launched(accounts: dict[str, Launche
         assert counts[f"{name}_graph"] == counts[name], name
     assert counts["ours"]["ours"] > 0
     assert counts["eager"]["ours"] == 0
-    assert counts["ours"]["gemm"] == counts["eager"]["gemm"]
+    fewer = PRODUCTS_LESS[denoiser.name] * len(denoiser.blocks)
+    assert counts["ours"]["gemm"] == counts["eager"]["gemm"] - fewer
+    assert counts["ours"]["attention"] == counts["eager"]["attention"]
     for kind in ("gemm", "attention"):
         assert counts["floor_graph"][kind] == counts["eager"][kind]
 
@@ -102,6 +108,10 @@ def test_a_replay_spends_on_gemms_what_its_forward_spent(accounts: dict[str, Lau
     for name in GRAPHED:
         assert spent[f"{name}_graph"] == pytest.approx(spent[name], rel=0.25), name
     assert spent["floor_graph"] == pytest.approx(spent["eager"], rel=0.25)
+    beside = {name: sum(account.ms[kind] for kind in BESIDE) for name, account in accounts.items()}
+    print(beside)
+    assert beside["ours"] < beside["eager"]
+    assert beside["floor_graph"] < 0.05 * spent["floor_graph"]
 
 
 def test_two_pictures_at_once(device: torch.device) -> None:
@@ -121,7 +131,7 @@ def test_a_profile_knows_operators_blocks_and_our_kernels(denoiser: Denoiser, de
     assert found.eager.counts["attention"] >= len(subject.blocks)
     assert found.calls.eager == 0, found.calls.reasons
     assert found.floor_ms is not None
-    assert 0 < found.floor_ms < sum(found.ours.ms.values())
+    assert found.floor_ms > 0
     eager = trace.record(subject.forward, subject.blocks, cuda=True)
     assert {launch.block for launch in eager} >= set(subject.blocks), "the ranges around blocks are missing"
     known = [launch for launch in eager if launch.operator]
@@ -129,3 +139,10 @@ def test_a_profile_knows_operators_blocks_and_our_kernels(denoiser: Denoiser, de
     largest = chains.chains(eager)[0]
     assert "*" in largest.where
     assert len(largest.operators) > 1
+
+
+@pytest.mark.alone
+def test_a_forward_takes_longer_than_a_copy_of_its_sites_bytes(denoiser: Denoiser, device: torch.device) -> None:
+    found = profile.measure(Subject(denoiser.name, denoiser.model, denoiser.forward), Bench.on(device), OPS, "here")
+    assert found.floor_ms is not None
+    assert 0 < found.floor_ms < sum(found.ours.ms.values())
