@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ring import assert_same_bits, randn, rms_args
+from torch import Tensor
 
 from samebits import bits
 from samebits.certificate import StoredVerdict
@@ -33,8 +34,15 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def turning(op: Op) -> tuple[Op, list[bool]]:
-    """An op whose kernel gives one bit more in its last element once the list says so."""
+def turned(result: tuple[Tensor, ...], output: int) -> tuple[Tensor, ...]:
+    """A copy with one bit more in the last element of one output."""
+    parts = tuple(part.clone() for part in result)
+    bits.integer_view(parts[output]).view(-1)[-1:].bitwise_xor_(1)
+    return parts
+
+
+def turning(op: Op, output: int = -1) -> tuple[Op, list[bool]]:
+    """An op whose kernel gives one bit more in the last element of one output once the list says so."""
     wrong = [False]
 
     def prepare(*args: Any) -> Any:
@@ -43,8 +51,8 @@ def turning(op: Op) -> tuple[Op, list[bool]]:
         def launch(*args: Any, out: Any = None) -> Any:
             result = right(*args, out=out)
             if wrong[0]:
-                last = result if isinstance(result, torch.Tensor) else result[-1]
-                bits.integer_view(last).view(-1)[-1:].bitwise_xor_(1)
+                part = result if isinstance(result, Tensor) else result[output]
+                bits.integer_view(part).view(-1)[-1:].bitwise_xor_(1)
             return result
 
         return launch
@@ -81,12 +89,21 @@ def test_a_recheck_of_every_op_waits_for_nothing(op: Op, device: torch.device) -
     assert (site.counters.rechecked, site.counters.differed) == (7, 0)
 
 
-def test_a_kernel_that_turns_wrong_is_found_with_both_values(device: torch.device) -> None:
-    op, wrong = turning(RMS)
+@pytest.mark.parametrize(
+    ("output", "where"),
+    [
+        (0, "output 0: 1 of 234240 elements differ, first at [0, 60, 3839]"),  # the normed rows
+        (2, "output 2: 1 of 3840 elements differ, first at [0, 0, 3839]"),  # the second of the gates it takes along
+    ],
+)
+def test_a_kernel_that_turns_wrong_is_found_with_both_values(output: int, where: str, device: torch.device) -> None:
+    op, wrong = turning(RMS, output)
     gate = Gate(recheck_every=4)
     site = gate.site("block.3", op)
     args = rms_args(randn(1, 61, 3840, dtype=BF16, device=device))
     expected = op.reference(*args)
+    assert isinstance(expected, tuple)
+    assert len(expected) == 3
     for _ in range(20):
         assert_same_bits(site(*args), expected)
     wrong[0] = True
@@ -95,16 +112,10 @@ def test_a_kernel_that_turns_wrong_is_found_with_both_values(device: torch.devic
         torch.cuda.synchronize()
     assert_same_bits(result, expected)
     (revocation,) = site.counters.revocations
-    assert "1 of 234240 elements differ, first at [0, 60, 3839]" in revocation.cause
+    assert revocation.cause.startswith(where)
     assert "1 ulp apart" in revocation.cause
-    at_once = bits.compare(turned(expected), expected)
+    at_once = bits.compare(turned(expected, output), expected)
     assert str(at_once) == revocation.cause
-
-
-def turned(expected: Any) -> torch.Tensor:
-    result: torch.Tensor = expected.clone()
-    bits.integer_view(result).view(-1)[-1:].bitwise_xor_(1)
-    return result
 
 
 def test_a_capture_between_a_recheck_and_its_answer(device: torch.device) -> None:
