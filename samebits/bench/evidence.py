@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits.errors import EvidenceError
+from samebits.files import write_whole
 
 Row = dict[str, Any]
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -215,16 +214,7 @@ class Record:
         # One row a line: a file that people compare line by line.
         rows = ",\n".join("    " + json.dumps(row, allow_nan=False) for row in self.rows)
         text += ',\n  "rows": [\n' + rows + "\n  ]\n}\n" if rows else ',\n  "rows": []\n}\n'
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{self.kind}-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            # mkstemp makes files that only the owner reads; evidence is for everybody.
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(path, text.encode(), mode=0o644)  # evidence is for everybody
         return path
 
 

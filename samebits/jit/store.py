@@ -12,9 +12,10 @@ import contextlib
 import hashlib
 import os
 import stat
-import tempfile
 import time
 from pathlib import Path
+
+from samebits.files import PART, write_whole
 
 _MAGIC = b"samebits kernel, format 1\n"
 _DIGEST_BYTES = 32
@@ -77,15 +78,7 @@ class Cache:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not _is_private(self.folder):
                 return False
-            descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".part")
-            try:
-                with open(descriptor, "wb") as file:
-                    file.write(_MAGIC + hashlib.sha256(content).digest() + content)
-                os.replace(temporary, self.folder / name)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+            write_whole(self.folder / name, _MAGIC + hashlib.sha256(content).digest() + content)
             _prune(self.folder)
         except OSError:
             return False
@@ -101,7 +94,7 @@ def _prune(folder: Path) -> None:
             status = entry.stat(follow_symlinks=False)
             if not stat.S_ISREG(status.st_mode):
                 continue
-            if entry.name.endswith(".part"):
+            if entry.name.endswith(PART):
                 if now - status.st_mtime > _ABANDONED_AFTER_S:
                     os.unlink(entry.path)
                 continue

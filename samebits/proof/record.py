@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import torch
 
+from samebits.files import write_whole
 from samebits.proof.controls import Verdict
 from samebits.proof.probe import Outcome
 
@@ -130,14 +129,5 @@ def write(document: Mapping[str, Any], folder: Path) -> Path:
 def put(path: Path, text: str) -> Path:
     """Write a file in one step: an older one stays whole until then."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes files that only the owner reads; evidence is for everybody.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode(), mode=0o644)  # evidence is for everybody
     return path

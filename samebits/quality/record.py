@@ -10,13 +10,14 @@ import errno
 import math
 import os
 import stat
-import tempfile
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
+
+from samebits.files import write_whole
 
 FORMAT: Final = "samebits quality record"
 VERSION: Final = 1
@@ -211,14 +212,4 @@ def write_record(record: QualityRecord, path: Path) -> None:
         The folder cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = encoded(record)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, encoded(record), durable=True)

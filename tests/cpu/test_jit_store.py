@@ -197,10 +197,11 @@ def test_what_a_killed_writer_left_goes_after_a_while(cache: Cache) -> None:
 
 # ---- several processes -----------------------------------------------------------------------------------------------
 
-# The module alone, by its path: importing the package brings torch, sixty-four times.
+# The module alone, by its path: importing samebits.jit brings torch, sixty-four times.
 WORKER = """
 import importlib.util, sys
 from pathlib import Path
+sys.path.insert(0, str(Path(sys.argv[1]).parents[2]))
 spec = importlib.util.spec_from_file_location("store", sys.argv[1])
 store = importlib.util.module_from_spec(spec)
 sys.modules["store"] = store
