@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from samebits import capture
-from samebits.models._family import calls_only_forward
+from samebits.modules import calls_only_forward
 
 _LONGEST_WAIT_CALLS = 1024
 

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 from diffusers.utils import is_torch_npu_available
 from torch import nn
 
+from samebits.modules import calls_only_forward as calls_only_forward
+
 Function = Callable[..., Any]
 
 
@@ -130,18 +132,6 @@ class TorchForward:
             if (*code.co_names, *code.co_varnames) == self.names:
                 return None
         return f"torch.nn.{self.owner.__name__}.forward was replaced by another function"
-
-
-def calls_only_forward(attributes: Mapping[str, Any]) -> bool:
-    """Whether calling a module with these attributes runs its class's forward and nothing else."""
-    return not (
-        "forward" in attributes
-        or attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or attributes.get("_compiled_call_impl") is not None
-    )
 
 
 @dataclass(frozen=True)

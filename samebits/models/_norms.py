@@ -15,7 +15,8 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
-from samebits.models._family import Function, Line, Replacement, TorchForward, calls_only_forward, source
+from samebits.models._family import Function, Line, Replacement, TorchForward, source
+from samebits.modules import calls_only_forward
 
 
 def _why_not_plain(name: str, module: Any, cls: type) -> str | None:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import Linear, Parameter
 
 from samebits import capture
-from samebits.models._family import Line, calls_only_forward
+from samebits.models._family import Line
+from samebits.modules import calls_only_forward
 from samebits.ops._library import ALIGNMENT_BYTES, blas_state
 
 APART = "the weights of {names} do not lie side by side: they were moved or replaced; samebits.apply joins them again"

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from samebits import capture
 from samebits.models._ahead import Unwritten
-from samebits.models._family import Line, calls_only_forward, source
+from samebits.models._family import Line, source
+from samebits.modules import calls_only_forward
 from samebits.quant._fp8 import QuantizedInput
 from samebits.quant.deferred import Deferrals, DeferredBias, why_not_defer
 from samebits.quant.linear import Fp8Linear

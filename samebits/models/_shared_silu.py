@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samebits import capture
-from samebits.models._family import TorchForward, calls_only_forward
+from samebits.models._family import TorchForward
+from samebits.modules import calls_only_forward
 
 SILU_SOURCE = TorchForward(nn.SiLU, ("F", "silu", "inplace", "self", "input"))
 SEQUENTIAL_SOURCE = TorchForward(nn.Sequential, ("self", "input", "module"))

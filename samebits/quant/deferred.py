@@ -16,6 +16,7 @@ from torch import Tensor
 
 from samebits import capture
 from samebits.errors import DeferredBiasError
+from samebits.modules import calls_only_forward
 from samebits.quant._fp8 import QuantizedInput
 from samebits.quant.linear import Fp8Linear, NvFp4Linear, QuantizedLinear
 
@@ -128,10 +129,9 @@ def why_not_defer(linear: Any) -> str | None:
     if linear.bias is None:
         return "it has no bias"
     attributes = linear.__dict__
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if "forward" in attributes or any(attributes[name] for name in hooks):
+    if not calls_only_forward({**attributes, "_compiled_call_impl": None}):
         return "it carries a hook or a forward of its own, which must see its whole result"
-    if attributes.get("_compiled_call_impl") is not None:
+    if not calls_only_forward(attributes):
         return "its call is compiled by torch.compile, which must see its whole result"
     if linear.bias.requires_grad and torch.is_grad_enabled():
         return "its bias requires grad"

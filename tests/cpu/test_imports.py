@@ -35,7 +35,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "ops",
         "jit",
         "host",
-        "bits environment certificate settings capture checkpoint files tiny summation",
+        "bits environment certificate settings capture checkpoint files modules tiny summation",
         "errors",
     )
 )
@@ -86,7 +86,7 @@ KNOWN_BY = {
         ("flip_evaluator", "quality"),
     )
 }
-WITHOUT_TORCH = frozenset({"errors", "settings", "certificate", "checkpoint", "files"})
+WITHOUT_TORCH = frozenset({"errors", "settings", "certificate", "checkpoint", "files", "modules"})
 
 # Only where an extra of pyproject.toml brings it: the file asks first whether it is there.
 OPTIONAL = {
