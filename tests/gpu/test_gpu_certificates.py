@@ -32,16 +32,17 @@ import samebits
 from samebits import tiny
 from samebits.gate import Gate
 from samebits.trust import default_store
+from samebits.warming import Texts
 
 name, trust, flag = sys.argv[1:]
 if flag == "tf32":
     torch.backends.cuda.matmul.allow_tf32 = True
 pipe = tiny.build(name, torch.bfloat16).to("cuda")
 pipe.set_progress_bar_config(disable=True)
+sys.stdin.readline()  # up to here it has read nothing that is stored
 gate = Gate(store=default_store(), trust=trust)
 handle = samebits.apply(pipe, gate=gate)
 off = {"true_cfg_scale": 1.0} if name == "tiny-qwen-image" else {"guidance_scale": 0.0}
-from samebits.warming import Texts
 texts = Texts(pipe)
 words = texts.arguments([texts.long(40)], None)
 pipe(width=128, height=64, num_inference_steps=2, output_type="latent", **words, **off)
@@ -57,13 +58,17 @@ print(json.dumps({
 
 
 class Painter:
-    """A process that paints one picture beside others, with the certificates of a folder."""
+    """A process that gets ready at once and paints one picture when asked, with what is in a folder then."""
 
     def __init__(self, folder: Path, name: str, trust: str, flag: str = "") -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", PAINTS, name, trust, flag],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, CACHE_DIR: str(folder)},
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, CACHE_DIR: str(folder)},
+        )
 
     def __enter__(self) -> Painter:
         return self
@@ -73,9 +78,9 @@ class Painter:
         with self._process:  # waits for it, and closes what it was read from
             pass
 
-    def told(self) -> dict[str, Any]:
-        """What it says about its picture."""
-        out, errors = self._process.communicate(timeout=300)
+    def paint(self) -> dict[str, Any]:
+        """Have it paint; what it says about its picture."""
+        out, errors = self._process.communicate("now\n", timeout=300)
         assert self._process.returncode == 0, errors
         found: dict[str, Any] = json.loads(out.splitlines()[-1])
         return found
@@ -96,26 +101,24 @@ def test_a_warmed_deployment_compares_nothing_in_the_next_process(
     kernels.mkdir(mode=0o700, parents=True, exist_ok=True)
     never, served = (folder_beside(kernels, tmp_path / which) for which in ("never-warmed", "served"))
     monkeypatch.setenv(CACHE_DIR, str(served))
-    # Most of a process is spent on imports, so those that do not need each other's results run side by side.
-    with Painter(never, name, "anew") as first:
-        done = CliRunner().invoke(main, ["warm", name, *SERVED, "--json"])
-        cold = first.told()
-    assert cold["eager"] > 0, "the control: without a certificate the first calls are compared"
-    calls = cold["fused"] + cold["eager"]
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["certificate"]["verdicts"] >= sum(row["verified"] for row in found["ops"]) > 0
-    (certificate,) = inspect(folder_in(served))
-    assert certificate.name == name_of(certified()) == found["certificate"]["name"]
-    assert certificate.environment["gpu"]["uuid"]
-    assert {verdict.state for verdict in certificate.verdicts} == {"verified"}
-
+    # Most of a process is spent on imports. So all begin at once, and each is asked when it is its turn.
     with (
+        Painter(never, name, "anew") as first,
         Painter(served, name, "stored") as believing,
         Painter(served, name, "hint") as checking,
         Painter(served, name, "stored", "tf32") as elsewhere,
     ):
-        stored, hint, other = (painter.told() for painter in (believing, checking, elsewhere))
+        done = CliRunner().invoke(main, ["warm", name, *SERVED, "--json"])
+        assert done.exit_code == 0, done.output
+        cold, (certificate,) = first.paint(), inspect(folder_in(served))
+        stored, hint, other = believing.paint(), checking.paint(), elsewhere.paint()
+    assert cold["eager"] > 0, "the control: without a certificate the first calls are compared"
+    calls = cold["fused"] + cold["eager"]
+    found = json.loads(done.stdout)
+    assert found["certificate"]["verdicts"] >= sum(row["verified"] for row in found["ops"]) > 0
+    assert certificate.name == name_of(certified()) == found["certificate"]["name"]
+    assert certificate.environment["gpu"]["uuid"]
+    assert {verdict.state for verdict in certificate.verdicts} == {"verified"}
     assert stored == {"eager": 0, "fused": calls, "bases": ["a stored verdict"], "states": ["verified"]}
     # How many calls go by until the answers are there is a matter of time.
     assert hint["eager"] > 0
