@@ -295,7 +295,21 @@ class Handle:
         rechecks = self._rechecks()  # First, because an answer that arrived may change what the rows say.
         rows, graphs = map(self._row, self.sites), (graphs.row for graphs in self._graphs)
         quantised = [f"{note}." for model in self.models for note in how_linears_run(model)]
-        return Report(tuple(rows), (*self._notes, *quantised), full, tuple(graphs), rechecks)
+        return Report(tuple(rows), (*self._notes, *quantised, *self._tensors()), full, tuple(graphs), rechecks)
+
+    def _tensors(self) -> list[str]:
+        """Which sites give tensors that FP8 linears then quantise themselves, and why: a sentence for each reason."""
+        if not self.applied:
+            return []
+        told: Counter[tuple[str, str]] = Counter()
+        for line in self.sites:
+            reason = None if line.why_tensor is None else line.why_tensor()
+            if reason is not None:
+                told[line.name.rpartition(".")[2], reason] += 1
+        return [
+            f"{count} x {name}: FP8 linears quantise its result themselves, because {reason}."
+            for (name, reason), count in told.items()
+        ]
 
     def _rechecks(self) -> Rechecks:
         awaited = self.gate.collect()

@@ -51,9 +51,11 @@ class Line:
         Calls that kept diffusers' own lines before the gate was asked, by reason.
     joins : tuple of Join
         What ``samebits.apply`` puts together for this site once every forward is in place.
+    why_tensor : callable or None
+        Says why the site gives a tensor although quantised linears read it, or returns ``None``.
     """
 
-    __slots__ = ("declined", "joins", "name", "op", "site", "watch", "why_eager")
+    __slots__ = ("declined", "joins", "name", "op", "site", "watch", "why_eager", "why_tensor")
 
     def __init__(self, name: str, op: str, site: Any = None, why_eager: str | None = None) -> None:
         self.name = name
@@ -64,6 +66,7 @@ class Line:
         self.joins: tuple[Join, ...] = ()
         self.watch: Callable[[], str | None] | None = None
         """Says why the next call would keep diffusers' own lines; for a report before the first call."""
+        self.why_tensor: Callable[[], str | None] | None = None
 
     def __repr__(self) -> str:
         return f"Line({self.name!r}, {self.op!r})"

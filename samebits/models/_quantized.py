@@ -10,7 +10,7 @@ once and then held to by identity and torch's count of writes.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,22 @@ def input_scale_of(linear: Any) -> Tensor | None:
         return None
     scale = linear._buffers.get("input_scale")
     return scale if scale is not None and scale.dim() == 0 else None
+
+
+def why_no_input_scale(name: str, linear: Any) -> str | None:
+    """The sentence for ``input_scale_of``, or ``None`` where it knows a number."""
+    if type(linear) is not Fp8Linear:
+        kind = type(linear)
+        return f"{name} is a {kind.__module__}.{kind.__qualname__}, which reads a tensor"
+    if not calls_only_forward(linear.__dict__):
+        return f"{name} carries a hook or a forward of its own, which must see a tensor"
+    return f"{name} finds its scale from each input" if input_scale_of(linear) is None else None
+
+
+def holds_fp8(linears: Iterable[Any]) -> bool:
+    """Whether one of ``linears``, or what it wraps, is in FP8, so that there is something to quantise for."""
+    modules = (module for linear in linears if isinstance(linear, nn.Module) for module in linear.modules())
+    return any(isinstance(module, Fp8Linear) for module in modules)
 
 
 class SharedScale:
@@ -66,6 +82,13 @@ class SharedScale:
 def may_quantise() -> bool:
     """Whether this thread runs plainly enough for a value that is no tensor to pass between modules."""
     return not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled() and not capture.tracing()
+
+
+def where_plain(scale: Tensor | None, x: Tensor, *others: Tensor | None) -> Tensor | None:
+    """``scale``, where what is computed from ``x`` and ``others`` has the dtype of ``x``: bytes tell none."""
+    if scale is None or any(other is not None and other.dtype != x.dtype for other in others):
+        return None
+    return scale
 
 
 def as_input(values: Tensor, scale: Tensor | None, like: Tensor) -> Any:
@@ -107,6 +130,70 @@ class Inner:
 
     ready: Callable[[dict[str, Any]], bool]
     forward: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A part of a block with a forward of ours, whose input goes to some of its linears and nowhere else."""
+
+    part: nn.Module
+    linears: tuple[str, ...]
+    """Their names in the part."""
+    why_not: Callable[[Mapping[str, Any] | None], str | None]
+    """Why a call with these keyword arguments would not be answered by ``forward``'s own lines; given ``None``, why
+    any call."""
+    forward: Callable[..., Any]
+    """Takes a tensor or a :class:`QuantizedInput`, past the module."""
+    shared: SharedScale = field(default_factory=SharedScale)
+
+    def found(self) -> list[Any]:
+        modules = self.part._modules
+        return [modules.get(name) for name in self.linears]
+
+
+class Readers:
+    """The readers of one model, by module: how a block hands a part the input that it quantised for its linears."""
+
+    def __init__(self) -> None:
+        self._known: dict[nn.Module, Reader] = {}
+
+    def add(self, reader: Reader) -> None:
+        self._known[reader.part] = reader
+
+    def scale(self, part: nn.Module, **arguments: Any) -> Tensor | None:
+        """The number that ``part``'s input may be quantised with in a call with ``arguments``, else ``None``."""
+        reader = self._known.get(part)
+        if reader is None:
+            return None
+        linears = reader.found()
+        if type(linears[0]) is not Fp8Linear:  # most models have none: ask no more
+            return None
+        if not may_quantise() or not is_placed(part) or reader.why_not(arguments) is not None:
+            return None
+        return reader.shared.of(linears)
+
+    def call(self, part: Any, x: Any, **arguments: Any) -> Any:
+        """Call ``part``, or its own forward past the module where ``x`` is quantised."""
+        return self._known[part].forward(x, **arguments) if isinstance(x, QuantizedInput) else part(x, **arguments)
+
+    def why_not(self, name: str, part: nn.Module, linears: tuple[str, ...]) -> str | None:
+        """Why ``part``, called ``name``, wants a tensor: a sentence, or ``None`` where nothing is quantised there."""
+        found = {linear: part._modules.get(linear) for linear in linears}
+        if not holds_fp8(found.values()):
+            return None
+        reader = self._known.get(part)
+        if reader is None:
+            return f"{name} runs diffusers' own lines"
+        if not is_placed(part):
+            return f"{name} carries a hook or a forward of its own, which must see a tensor"
+        for linear, module in found.items():
+            reason = why_no_input_scale(linear, module)
+            if reason is not None:
+                return reason
+        if reader.shared.of(list(found.values())) is None:
+            told = " and ".join([", ".join(linears[:-1]), linears[-1]])
+            return f"the input scales of {told} are not known to be one number"
+        return reader.why_not(None)
 
 
 class QuantizedFeedForward:

@@ -34,6 +34,16 @@ from samebits.models._norms import (
     why_not_weights,
 )
 from samebits.models._packed import Projections, SideBySide
+from samebits.models._quantized import (
+    Reader,
+    Readers,
+    as_input,
+    holds_fp8,
+    input_scale_of,
+    may_quantise,
+    where_plain,
+    why_no_input_scale,
+)
 
 Block = theirs.ZImageTransformerBlock
 Processor = theirs.ZSingleStreamAttnProcessor
@@ -66,15 +76,27 @@ class _Modulation(NamedTuple):
         return self._replace(gate_msa=gates[0], gate_mlp=gates[1], shut=False) if gates else self
 
 
-def _norm(line: Line, block: Any, x: torch.Tensor, modulation: _Modulation) -> tuple[torch.Tensor, _Modulation]:
-    """``attention_norm1(x) * (1.0 + scale_msa)`` and the tanh of both gates as one site."""
+def _norm(
+    line: Line, block: Any, x: torch.Tensor, modulation: _Modulation, input_scale: Maybe
+) -> tuple[Any, _Modulation]:
+    """``attention_norm1(x) * (1.0 + scale_msa)`` and the tanh of both gates as one site.
+
+    Quantised where a scale is given.
+    """
     norm, scale, gates = block.attention_norm1, modulation.scale_msa, modulation.shut_gates()
     if not is_plain_rms_norm(norm):
         line.declined[why_not_rms_norm("attention_norm1", norm) or CHANGED] += 1
         normed = norm(x) if scale is None else norm(x) * (1.0 + scale)
         return normed, modulation.opened(tuple(gate if gate is None else gate.tanh() for gate in gates))
-    results = line.site(x, norm._parameters["weight"], scale, norm.eps, *gates)
-    return (results[0], modulation.opened(results[1:])) if gates else (results, modulation)
+    quantised = _quantised(gates, input_scale)
+    results = line.site(x, norm._parameters["weight"], scale, norm.eps, *(quantised or gates))
+    normed, opened = (results[0], results[1:]) if gates else (results, ())
+    return as_input(normed, input_scale, x), modulation.opened(opened)
+
+
+def _quantised(gates: tuple[Maybe, ...], input_scale: Maybe) -> tuple[Maybe, ...]:
+    """How the arguments of a site end that also quantises; none where it does not."""
+    return () if input_scale is None else (*(gates or (None, None)), input_scale)
 
 
 _AROUND_ATTENTION = ("attention_norm2", "ffn_norm1")
@@ -82,9 +104,12 @@ _AFTER_FEED_FORWARD = ("ffn_norm2",)
 
 
 def _residual_norm(
-    line: Line, block: Any, x: torch.Tensor, gate: Maybe, branch: torch.Tensor, scale: Maybe
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x + gate * attention_norm2(branch)`` and ``ffn_norm1(that) * (1.0 + scale)`` as one site."""
+    line: Line, block: Any, x: torch.Tensor, gate: Maybe, branch: torch.Tensor, scale: Maybe, input_scale: Maybe
+) -> tuple[torch.Tensor, Any]:
+    """``x + gate * attention_norm2(branch)`` and ``ffn_norm1(that) * (1.0 + scale)`` as one site.
+
+    The norm is quantised where an ``input_scale`` is given.
+    """
     norms = plain_weights(block, _AROUND_ATTENTION)
     if norms is None:
         line.declined[why_not_weights(block, _AROUND_ATTENTION) or CHANGED] += 1
@@ -92,19 +117,32 @@ def _residual_norm(
         x = x + (normed if gate is None else gate * normed)
         return x, block.ffn_norm1(x) if scale is None else block.ffn_norm1(x) * (1.0 + scale)
     (weight, next_weight), eps = norms
-    x, scaled = line.site(x, gate, branch, weight, next_weight, scale, eps)
-    return x, scaled
+    input_scale = where_plain(input_scale, x, gate, branch, weight, next_weight, scale)
+    x, scaled = line.site(x, gate, branch, weight, next_weight, scale, eps, *_quantised((), input_scale))
+    return x, as_input(scaled, input_scale, x)
 
 
 def _residual_next_norm(
-    line: Line, block: Any, x: torch.Tensor, gate: Maybe, branch: torch.Tensor, following: Any, modulation: _Modulation
-) -> tuple[torch.Tensor, torch.Tensor, _Modulation]:
-    """``x + gate * ffn_norm2(branch)``, and of the next block what ``_norm`` stands for, as one site."""
+    line: Line,
+    block: Any,
+    x: torch.Tensor,
+    gate: Maybe,
+    branch: torch.Tensor,
+    following: Any,
+    modulation: _Modulation,
+    input_scale: Maybe,
+) -> tuple[torch.Tensor, torch.Tensor, _Modulation, Maybe]:
+    """``x + gate * ffn_norm2(branch)``, and of the next block what ``_norm`` stands for, as one site.
+
+    Returns the stream, its norm, the modulation and the scale that the norm is quantised with, if it is.
+    """
     norm, next_norm = block.ffn_norm2, following.attention_norm1
     weights = norm._parameters["weight"], next_norm._parameters["weight"]
-    gates = modulation.shut_gates()
-    x, normed, *opened = line.site(x, gate, branch, *weights, modulation.scale_msa, norm.eps, *gates)
-    return x, normed, modulation.opened(tuple(opened))
+    gates, scale = modulation.shut_gates(), modulation.scale_msa
+    input_scale = where_plain(input_scale, x, gate, branch, *weights, scale)
+    quantised = _quantised(gates, input_scale)
+    x, normed, *opened = line.site(x, gate, branch, *weights, scale, norm.eps, *(quantised or gates))
+    return x, normed, modulation.opened(tuple(opened)), input_scale
 
 
 def _weights(block: Any) -> Iterator[Maybe]:
@@ -166,7 +204,13 @@ def _modulation(
     return _Modulation(*chosen)
 
 
-def _write_block(number: int, look: LookAhead, block: Any, original: Function, lines: Mapping[str, Line]) -> Function:
+_PROJECTIONS = ("to_q", "to_k", "to_v")
+_HALVES = ("w1", "w3")
+
+
+def _write_block(
+    number: int, look: LookAhead, readers: Readers, block: Any, original: Function, lines: Mapping[str, Line]
+) -> Function:
     attention_norm1, attention_norm2, ffn_norm2 = lines.values()
     look.add(number, block)
 
@@ -182,18 +226,26 @@ def _write_block(number: int, look: LookAhead, block: Any, original: Function, l
         sources = adaln_input, noise_mask, adaln_noisy, adaln_clean
         ahead = look.take(number, (*sources, *_weights(block)), x.device)
         modulation = _modulation(block, x.shape[1], *sources) if ahead is None else ahead.modulation
-        attn_in = None
+        norm, attn_in = block.attention_norm1, None
+        arguments = {"attention_mask": attn_mask, "freqs_cis": freqs_cis}
+        input_scale = readers.scale(block.attention, **arguments)
+        if input_scale is not None:
+            # A norm that is not plain gives a tensor.
+            weight = norm._parameters["weight"] if is_plain_rms_norm(norm) else None
+            input_scale = None if weight is None else where_plain(input_scale, x, weight, modulation.scale_msa)
         if ahead is not None:
-            norm = block.attention_norm1
-            attn_in = ahead.stream("x", x, norm.eps if is_plain_rms_norm(norm) else None)
+            attn_in = ahead.stream("x", x, norm.eps if is_plain_rms_norm(norm) else None, input_scale)
+            attn_in = None if attn_in is None else as_input(attn_in, input_scale, x)
             look.settle(number, attn_in is not None)
         if attn_in is None:
-            attn_in, modulation = _norm(attention_norm1, block, x, modulation)
+            attn_in, modulation = _norm(attention_norm1, block, x, modulation, input_scale)
         _, gate_msa, scale_mlp, gate_mlp, _ = modulation
-        attn_out = block.attention(attn_in, attention_mask=attn_mask, freqs_cis=freqs_cis)
+        attn_out = readers.call(block.attention, attn_in, **arguments)
         del attn_in
-        x, ffn_in = _residual_norm(attention_norm2, block, x, gate_msa, attn_out, scale_mlp)
-        branch = block.feed_forward(ffn_in)
+        ffn_scale = readers.scale(block.feed_forward)
+        x, ffn_in = _residual_norm(attention_norm2, block, x, gate_msa, attn_out, scale_mlp, ffn_scale)
+        branch = readers.call(block.feed_forward, ffn_in)
+        del ffn_in
 
         following, ahead = look.following(number, block, x), None
         if following is not None and _first_lines_may_run_early(
@@ -203,15 +255,27 @@ def _write_block(number: int, look: LookAhead, block: Any, original: Function, l
             ahead = look.begin(number + 1, (*sources, *_weights(following)), modulation, x.device)
         if ahead is None:
             return _residual(ffn_norm2, block, x, gate_mlp, branch)
-        x, normed, ahead.modulation = _residual_next_norm(ffn_norm2, block, x, gate_mlp, branch, following, modulation)
-        look.put(ahead, "x", x, normed, following.attention_norm1.eps)
+        input_scale = readers.scale(following.attention, **arguments)
+        x, normed, ahead.modulation, input_scale = _residual_next_norm(
+            ffn_norm2, block, x, gate_mlp, branch, following, modulation, input_scale
+        )
+        look.put(ahead, "x", x, normed, following.attention_norm1.eps, input_scale)
         return x
+
+    def why_tensor(part: str, linears: tuple[str, ...], norms: str | None) -> str | None:
+        """Why the linears of a part get a tensor: what their norms have to say, or the part."""
+        told = readers.why_not(part, getattr(block, part), linears)
+        return told if norms is None or not holds_fp8(getattr(block, part).children()) else norms
 
     attention_norm1.watch = lambda: (
         why_not_rms_norm("attention_norm1", block.attention_norm1) or (AHEAD if number > 0 else None)
     )
     attention_norm2.watch = lambda: why_not_weights(block, _AROUND_ATTENTION)
     ffn_norm2.watch = lambda: why_not_weights(block, _AFTER_FEED_FORWARD)
+    attention_norm1.why_tensor = lambda: why_tensor(
+        "attention", _PROJECTIONS, why_not_rms_norm("attention_norm1", block.attention_norm1)
+    )
+    attention_norm2.why_tensor = lambda: why_tensor("feed_forward", _HALVES, why_not_weights(block, _AROUND_ATTENTION))
     return forward
 
 
@@ -234,10 +298,10 @@ def _closed_up(table: Any) -> Any:
 
 
 def _write_attention(
-    around: tuple[nn.Module, ...], attn: Any, original: Function, lines: Mapping[str, Line]
+    readers: Readers, around: tuple[nn.Module, ...], attn: Any, original: Function, lines: Mapping[str, Line]
 ) -> Function:
     line = lines["qk"]
-    project = Projections(lines["qkv"], SideBySide(attn, ("to_q", "to_k", "to_v"), around))
+    project = Projections(lines["qkv"], SideBySide(attn, _PROJECTIONS, around))
     attend = Attend(lines["attention"], attn, theirs)
 
     def why_not() -> str | None:
@@ -262,7 +326,8 @@ def _write_attention(
                 hidden_states, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask, **kwargs
             )
         heads = (attn.heads, -1)
-        projected = project(hidden_states)
+        # Of what is quantised already no plain products are joined.
+        projected = project(hidden_states) if isinstance(hidden_states, torch.Tensor) else None
         if isinstance(projected, torch.Tensor):
             query, key, value = torch.unflatten(projected, -1, (3, *heads)).unbind(2)
         else:
@@ -281,13 +346,20 @@ def _write_attention(
         output = attn.to_out[0](joint.flatten(2, 3).to(query.dtype))
         return attn.to_out[1](output) if len(attn.to_out) > 1 else output  # dropout
 
+    def why_not_quantised(arguments: Mapping[str, Any] | None) -> str | None:
+        """Why ``forward`` would not answer such a call of the block with its own lines."""
+        if type(attn.processor) is not Processor or plain_weights(attn, _HEAD_NORMS) is None:
+            return why_not() or CHANGED
+        return NO_TABLE if arguments is not None and getattr(arguments["freqs_cis"], "ndim", 0) != 3 else None
+
+    readers.add(Reader(attn, _PROJECTIONS, why_not_quantised, forward))
     line.watch = why_not
     lines["qkv"].watch = lambda: why_not() or project.why_not()
     lines["attention"].watch = lambda: why_not() or attend.why_not()
     return forward
 
 
-def _write_feed_forward(feed_forward: Any, original: Function, lines: Mapping[str, Line]) -> Function:
+def _write_feed_forward(readers: Readers, feed_forward: Any, original: Function, lines: Mapping[str, Line]) -> Function:
     (line,) = lines.values()
 
     def why_not() -> str | None:
@@ -295,14 +367,27 @@ def _write_feed_forward(feed_forward: Any, original: Function, lines: Mapping[st
             return "the module's _forward_silu_gating was replaced on the instance, which wins over ours"
         return None
 
-    def forward(x: torch.Tensor) -> Any:
+    def forward(x: Any) -> Any:
         reason = why_not()
         if reason is not None:
             line.declined[reason] += 1
             return original(x)
-        return feed_forward.w2(line.site(feed_forward.w1(x), feed_forward.w3(x)))
+        gate, values = feed_forward.w1(x), feed_forward.w3(x)
+        last = feed_forward.w2
+        scale = where_plain(input_scale_of(last), gate, values)
+        if scale is None or not may_quantise():
+            x = line.site(gate, values)
+        else:
+            x = as_input(line.site(gate, values, scale), scale, gate)
+        del gate, values  # the two largest activations of the block
+        return last(x)
 
+    def why_tensor() -> str | None:
+        return why_no_input_scale("w2", feed_forward.w2) if holds_fp8([feed_forward.w2]) else None
+
+    readers.add(Reader(feed_forward, _HALVES, lambda arguments: why_not(), forward))
     line.watch = why_not
+    line.why_tensor = why_tensor
     return forward
 
 
@@ -324,7 +409,7 @@ ATTENTION = Replacement(
         RMS_NORM_SOURCE,
     ),
     sites=(("qkv", "joint_projection"), ("qk", "qk_norm_rope"), ("attention", "attention")),
-    write=partial(_write_attention, ()),
+    write=partial(_write_attention, Readers(), ()),
 )
 
 
@@ -335,11 +420,13 @@ FEED_FORWARD = Replacement(
         source(FeedForward, "_forward_silu_gating", "4af06261e665f60e1c13b1f1e40b1b10d2f339010ce46a0431c208b7644c4609"),
     ),
     sites=(("", "swiglu"),),
-    write=_write_feed_forward,
+    write=partial(_write_feed_forward, Readers()),
 )
 
 
 def _places(model: Any, rounding: str | None = None, where: Any = None) -> Iterator[tuple[str, nn.Module, Replacement]]:
+    readers = Readers()
+    feed_forward = replace(FEED_FORWARD, write=partial(_write_feed_forward, readers))
     for stack in ("noise_refiner", "context_refiner", "siglip_refiner", "layers"):
         if stack == "context_refiner":
             yield "cap_embedder.0", model.cap_embedder[0], RMS_NORM
@@ -348,10 +435,14 @@ def _places(model: Any, rounding: str | None = None, where: Any = None) -> Itera
         look = LookAhead()
         for number, wrapped in enumerate(getattr(model, stack) or ()):
             block, path = unwrapped(wrapped), f"{stack}.{number}"
-            yield path, block, Replacement(Block, _BLOCK_SOURCES, _BLOCK_SITES, partial(_write_block, number, look))
-            attention = replace(ATTENTION, write=partial(_write_attention, (model, block)))
+            yield (
+                path,
+                block,
+                Replacement(Block, _BLOCK_SOURCES, _BLOCK_SITES, partial(_write_block, number, look, readers)),
+            )
+            attention = replace(ATTENTION, write=partial(_write_attention, readers, (model, block)))
             yield f"{path}.attention", block.attention, attention
-            yield f"{path}.feed_forward", block.feed_forward, FEED_FORWARD
+            yield f"{path}.feed_forward", block.feed_forward, feed_forward
 
 
 FAMILY = Family("z-image", theirs.ZImageTransformer2DModel, _places)
