@@ -110,12 +110,14 @@ def models_chart(rows: Iterable[Row], path: Path) -> Path | None:
 
 def quant_chart(rows: Iterable[Row], path: Path) -> Path | None:
     """Draw the GPU time of every variant in FP8 by class, one below the other; ``None`` without a time."""
+    timed = groups(row for row in rows if row["ms_gemm"] is not None)
     bars = {
-        f"{row['variant']}{' =' if row['bits_equal'] else ''}": {
+        (f"{model} {size}, batch {batch}: " if len(timed) > 1 else "")
+        + f"{row['variant']}{' =' if row['bits_equal'] else ''}": {
             kind: row[f"ms_{kind}"] for kind in ("gemm", "attention", "other")
         }
-        for row in rows
-        if row["ms_gemm"] is not None
+        for (model, size, batch), group in timed.items()
+        for row in group.values()
     }
     title = 'one forward in FP8 and bf16; "=": the bits of its unfused model'
     return stacked_chart(bars, path, title, classes=("gemm", "attention", "other")) if bars else None

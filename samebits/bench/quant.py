@@ -3,7 +3,8 @@
 Both models are in memory at once and all variants run in turns, so that their times can be compared. The FP8 model is
 made from the bf16 one: it shares every weight that is not quantised. Bits of ``fp8_fused`` are compared with those of
 the same FP8 model in plain diffusers, ``fp8_unfused``; those of ``bf16_exact_graph`` with the bf16 model in plain
-diffusers. The variant that absorbs biases moves bits by design: it says how far.
+diffusers. The variant that absorbs biases moves bits by design: it says how far. A model whose family absorbs none
+has no such variant.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from samebits.bench.comparing import Bench
 from samebits.bench.denoisers import Observation, equal, observe
 from samebits.bench.models import STEPS, Denoiser
 from samebits.bench.variants import EAGER, PROFILED_RUNS, Choice, Contest, Lane, Outcome, figures
+from samebits.models import family_of
 from samebits.ops._op import Op
 from samebits.quant import Fp8Linear, dynamic_scale
 
@@ -34,8 +36,11 @@ ABSORBED = "fp8_absorbed"
 CLAIMS = (UNFUSED, *(evidence.QUANT.claims or ()))
 """The variants whose bits must be equal: the unfused FP8 model's own, to which it is compared, and ours."""
 
-QUANTIZED = re.compile(r"transformer_blocks\.\d+\.(attn|img_mlp|txt_mlp)\..+")
-"""The linears of Qwen-Image that run in FP8: all of the blocks but those of the modulation."""
+QUANTIZED = re.compile(
+    r"transformer_blocks\.\d+\.(attn|img_mlp|txt_mlp)\..+"
+    r"|(noise_refiner|context_refiner|layers)\.\d+\.(attention|feed_forward)\..+"
+)
+"""The linears of Qwen-Image and of Z-Image that run in FP8: all of the blocks but those of the modulation."""
 
 
 def is_quantized(name: str) -> bool:
@@ -102,6 +107,8 @@ class QuantContest(Contest):
         super().__init__(denoiser, bench, ops, outcome)
         self.moved: dict[str, float | None] = {}
         """What the row of the absorbed variant says besides: its distance from the unfused model."""
+        family = family_of(denoiser.model)
+        self.absorbs = family is not None and family.defers
 
     def run_all(self, graphs: bool, wide_output: torch.Tensor) -> None:
         """Make every variant ready; ``wide_output`` is what the bf16 model gives."""
@@ -117,7 +124,11 @@ class QuantContest(Contest):
 
         self._try(UNFUSED, lambda: Lane(forward, EAGER, steady, lambda: matches(forward())))
         self._try(FUSED, lambda: self._ours(reference, steady, matches, FUSED))
-        self._try(ABSORBED, lambda: self._absorbed(reference, steady, matches))
+        if self.absorbs:
+            self._try(ABSORBED, lambda: self._absorbed(reference, steady, matches))
+        else:
+            kind = type(self.denoiser.model).__name__
+            self.outcome.notes.append(f"{ABSORBED}: not run, samebits adds no bias of a {kind} late")
         # Only now: applying may move weights, and a graph captured before would read where they were.
         for state, name in ((FUSED, FUSED_GRAPH), (ABSORBED, ABSORBED_GRAPH)):
             if graphs and state in self.lanes:
@@ -135,7 +146,7 @@ class QuantContest(Contest):
         self.moved = {
             "biases_absorbed": absorbed,
             **{f"output_{name}": value for name, value in _distance(seen.output, reference.output).items()},
-            **_latents(self.denoiser.name, seen.latents[-1], reference.latents[-1]),
+            **_latents(seen.latents[-1], reference.latents[-1]),
         }
         told = _told(self.moved)
         self.outcome.notes.append(f"{ABSORBED}: {absorbed} biases absorbed a forward; against {UNFUSED}: {told}")
@@ -156,7 +167,7 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float | 
     }
 
 
-def _latents(model: str, found: torch.Tensor, expected: torch.Tensor) -> dict[str, float | None]:
+def _latents(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float | None]:
     """PSNR and SSIM of the latents that a short sampler ends with."""
     told = {"latents_psnr_db": _finite(latents.psnr_db(found, expected), 2)}
     a, b = (latents.qwen_image_pictures(tensor) for tensor in (found, expected))
@@ -199,7 +210,7 @@ def measure(
             bench.say("bits: bf16")
             plain.enter(Choice((), only=("ours_graph",)))
             outcome.notes.extend(f"bf16 {note}" for note in plain_outcome.notes)
-        bench.say("bits: FP8, fused and absorbed against unfused")
+        bench.say(f"bits: FP8, fused{' and absorbed' if contest.absorbs else ''} against unfused")
         contest.run_all(graphs, wide_output)
         if "ours_graph" in plain.lanes:
             # In front, as in the record; a graph needs nothing of the switch that it was captured under.
@@ -213,6 +224,8 @@ def measure(
         plain.switch.close()
     wanted = evidence.QUANT_VARIANTS if graphs else (UNFUSED, FUSED)
     for name in wanted:
+        if name == ABSORBED_GRAPH and not contest.absorbs:
+            continue
         head = {"model": denoiser.name, "size": size, "batch": batch, "variant": name}
         lane = contest.lanes.get(name)
         row = {**head, **figures(lane, taken.get(name), name, evidence.QUANT), **_launches(lane)}

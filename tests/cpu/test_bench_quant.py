@@ -19,11 +19,23 @@ from torch import nn
 
 from samebits import bits
 from samebits.apply import apply
-from samebits.bench import evidence, forwards, latents, launches, models, quant, quant_ratios, reports, tables, variants
+from samebits.bench import (
+    charts,
+    evidence,
+    forwards,
+    latents,
+    launches,
+    models,
+    quant,
+    quant_ratios,
+    reports,
+    tables,
+    variants,
+)
 from samebits.bench.comparing import Bench
 from samebits.bench.models import Denoiser
 from samebits.bench.variants import Outcome
-from samebits.cli import main
+from samebits.cli import _bench_quant, main
 from samebits.ops import OPS
 from samebits.quant import Fp8Linear
 
@@ -43,6 +55,12 @@ def _no_grad() -> Iterator[None]:
 def denoiser() -> Denoiser:
     with torch.no_grad():  # in bf16, where a bias that is added later moves bits
         return models.SMALL["qwen-image"](CPU, dtype=torch.bfloat16)  # type: ignore[call-arg]
+
+
+@pytest.fixture(scope="module")
+def z_denoiser() -> Denoiser:
+    with torch.no_grad():
+        return models.SMALL["z-image"](CPU, dtype=torch.bfloat16)  # type: ignore[call-arg]
 
 
 class Applied:
@@ -105,7 +123,32 @@ def test_the_linears_of_the_blocks_are_quantised_but_those_of_the_modulation(den
     assert len(chosen) == 12 * len(denoiser.blocks)
 
 
-def test_the_fp8_model_shares_what_is_not_quantised_and_leaves_the_other_as_it_is(denoiser: Denoiser) -> None:
+def test_the_linears_of_z_images_blocks_are_quantised_but_those_of_the_modulation(z_denoiser: Denoiser) -> None:
+    linears = [name for name, part in z_denoiser.model.named_modules() if isinstance(part, nn.Linear)]
+    chosen = {name for name in linears if quant.is_quantized(name)}
+    for block in ("noise_refiner.0.", "context_refiner.0.", "layers.1."):
+        assert {name.removeprefix(block) for name in chosen if name.startswith(block)} == {
+            *(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+            *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
+        }
+    left = set(linears) - chosen
+    assert {"cap_embedder.1", "t_embedder.mlp.0", "layers.0.adaLN_modulation.0"} <= left
+    assert len(chosen) == 7 * len(z_denoiser.blocks)
+    scales = quant.input_scales(z_denoiser)
+    assert scales.keys() == chosen
+    assert scales["layers.0.attention.to_q"] == scales["layers.0.attention.to_k"] == scales["layers.0.attention.to_v"]
+    assert scales["layers.0.feed_forward.w1"] == scales["layers.0.feed_forward.w3"]
+    assert scales["layers.0.feed_forward.w1"] != scales["layers.0.feed_forward.w2"]
+
+
+def test_the_fp8_model_shares_what_is_not_quantised_and_leaves_the_other_as_it_is(
+    denoiser: Denoiser, z_denoiser: Denoiser
+) -> None:
+    for each in (denoiser, z_denoiser):
+        _check_sharing(each)
+
+
+def _check_sharing(denoiser: Denoiser) -> None:
     before = denoiser.forward().clone()
     made = quant.prepare(denoiser, 128, 1)
     assert bits.compare(denoiser.forward(), before) is None
@@ -206,6 +249,38 @@ def test_rows_of_a_whole_run(denoiser: Denoiser, bench: Bench, applied: Applied)
     assert applied.asked == [{}, {}, {"contract": "measured", "on_trial": True}], "bf16, FP8, absorbed"
     assert traces(denoiser.model) == []
     assert quant.good(outcome)
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_a_model_that_absorbs_no_biases_has_no_such_row(
+    z_denoiser: Denoiser,
+    bench: Bench,  # noqa: F811
+    applied: Applied,
+    with_graphs: bool,
+) -> None:
+    outcome = measure(z_denoiser, bench, graphs=with_graphs)
+    rows = by_variant(outcome)
+    graphed = ["bf16_exact_graph", "fp8_unfused", "fp8_fused", "fp8_fused_graph"]
+    assert list(rows) == (graphed if with_graphs else ["fp8_unfused", "fp8_fused"])
+    for row in rows.values():
+        assert (row["model"], row["bits_equal"], row["ms"]) == ("z-image", True, 7.0)
+        assert list(row) == [*COLUMNS, *BY_CLASS]
+    assert applied.asked == [{}] * (1 + with_graphs)
+    assert "fp8_absorbed: not run, samebits adds no bias of a ZImageTransformer2DModel late" in outcome.notes
+    assert traces(z_denoiser.model) == []
+    assert quant.good(outcome)
+
+    def spoil(op: str, outputs: Sequence[torch.Tensor]) -> None:
+        if op == "swiglu" and outputs[0].dtype == torch.float8_e4m3fn:
+            outputs[0].view(torch.uint8).bitwise_xor_(0x80)
+
+    applied.exact.spoil = spoil
+    outcome = measure(z_denoiser, bench, graphs=with_graphs)
+    rows = by_variant(outcome)
+    assert (rows["fp8_fused"]["bits_equal"], rows["fp8_fused"]["ms"]) == (False, None)
+    assert rows["fp8_unfused"]["ms"] == 7.0
+    assert not quant.good(outcome)
 
 
 @pytest.mark.usefixtures("graphs")
@@ -397,10 +472,10 @@ TIMES = {"bf16_exact_graph": 120.0, "fp8_unfused": 110.0, "fp8_fused": 90.0, "fp
 TIMES |= {"fp8_absorbed_graph": 82.0}
 
 
-def rows_of(size: int = 1024, **ms: float) -> list[dict[str, Any]]:
+def rows_of(size: int = 1024, model: str = "qwen-image", **ms: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {
-            "model": "qwen-image",
+            "model": model,
             "size": size,
             "batch": 1,
             "variant": variant,
@@ -458,6 +533,10 @@ def test_targets_at_1024() -> None:
     slow = quant_ratios.targets(rows_of(fp8_fused_graph=90.1, fp8_fused=94.0))
     assert [target.reached for target in slow] == [True, False, False, True]
     assert quant_ratios.targets(rows_of(size=2048)) == []
+    (bits,) = quant_ratios.targets(rows_of(model="z-image")[:-1])
+    assert (bits.name, bits.got, bits.reached) == ("z-image, fp8 fused, every block and the output", "equal", True)
+    both = quant_ratios.targets([*rows_of(), *rows_of(model="z-image")[:-1]])
+    assert [target.name.split(",")[0] for target in both] == ["qwen-image"] * 4 + ["z-image"]
 
 
 def test_targets_without_figures_are_not_reached() -> None:
@@ -517,6 +596,25 @@ def test_a_record_becomes_a_page_a_chart_and_a_block_of_the_docs(tmp_path: Path)
     assert line not in (tmp_path / "docs" / "quant.md").read_text(), "another source's figures are not shown"
 
 
+def test_a_chart_of_two_models_has_a_bar_for_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[str] = []
+    stacked = charts.stacked_chart
+
+    def look(bars: Any, *rest: Any, **options: Any) -> Path:
+        drawn.extend(bars)
+        return stacked(bars, *rest, **options)
+
+    monkeypatch.setattr(charts, "stacked_chart", look)
+    charts.quant_chart([*rows_of(), *rows_of(model="z-image")[:-1]], tmp_path / "two.png")
+    assert len(drawn) == 9
+    assert drawn[0] == "qwen-image 1024, batch 1: bf16_exact_graph ="
+    assert drawn[-1] == "z-image 1024, batch 1: fp8_fused_graph ="
+    drawn.clear()
+    charts.quant_chart(rows_of(), tmp_path / "one.png")
+    assert drawn[0] == "bf16_exact_graph ="
+
+
 def test_no_chart_without_a_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     untimed = [evidence.without_speeds(row) for row in rows_of()]
@@ -543,7 +641,9 @@ def invoke(*arguments: str) -> Result:
         (("--batch", "0"), "--batch"),
         (("--rounds", "0"), "--rounds"),
         (("--out", "here"), "torch sees none"),
+        (("--add",), "torch sees none"),
         (("--model", "z-image"), "--model"),
+        (("flux",), "no model is called 'flux'; there are z-image, qwen-image"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], said: str) -> None:
@@ -561,6 +661,46 @@ def test_on_a_cpu_it_runs_the_tiny_model_and_says_that_the_figures_mean_nothing(
     assert [row["variant"] for row in document["quant"]] == ["fp8_unfused", "fp8_fused"]
     assert document["targets"] == []
     assert any("fp8_absorbed: " in note for note in document["notes"])
+
+
+@without_a_gpu
+def test_on_a_cpu_it_runs_the_tiny_z_image_too(applied: Applied) -> None:
+    result = invoke("z-image", "--rounds", "1", "--size", "64", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert [(row["model"], row["variant"]) for row in document["quant"]] == [
+        ("z-image", "fp8_unfused"),
+        ("z-image", "fp8_fused"),
+    ]
+    assert any("fp8_absorbed: not run" in note for note in document["notes"])
+
+
+def test_rows_of_another_model_can_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a GPU: the command's own record, with rows that nobody had to measure."""
+    monkeypatch.setattr(evidence, "package_hash", lambda: "same")
+    monkeypatch.setattr(_bench_quant, "has_gpu", lambda: True)
+    monkeypatch.setattr(_bench_quant, "on_gpu", lambda out: (None, {"gpu": {"name": "Pretend"}}, tmp_path))
+    monkeypatch.setattr(quant, "here", lambda *_: lambda model, *rest: Outcome(rows_of(model=model), []))
+    asked: list[list[Any]] = []
+
+    def report(folder: Path, kind: str, wanted: list[Any], notes: Any) -> str:
+        asked.append([target.name.split(",")[0] for target in wanted])
+        return f"{kind} in {folder}"
+
+    monkeypatch.setattr(_bench_quant, "report", report)
+    assert invoke("--rounds", "2").exit_code == 0
+    result = invoke("z-image", "--add")
+    assert result.exit_code == 0, result.output
+    written = evidence.read(tmp_path / "quant.json")
+    assert written.command == "samebits bench quant --size 1024 --rounds 2; samebits bench quant z-image --size 1024"
+    assert [row["model"] for row in written.rows] == ["qwen-image"] * 5 + ["z-image"] * 5
+    assert asked == [["qwen-image"] * 4, ["qwen-image"] * 4 + ["z-image"]], "the page is about all rows"
+    assert invoke("z-image").exit_code == 0
+    assert [row["model"] for row in evidence.read(tmp_path / "quant.json").rows] == ["z-image"] * 5
+    monkeypatch.setattr(evidence, "package_hash", lambda: "another")
+    result = invoke("--add")
+    assert result.exit_code == 2
+    assert "run everything anew" in result.output
 
 
 @without_a_gpu
