@@ -1,4 +1,4 @@
-"""The benchmark in FP8 on two blocks of Qwen-Image: every variant, graphs, launches by class, biases absorbed."""
+"""The benchmark in FP8 on few blocks of both models: every variant, graphs, launches by class, biases absorbed."""
 
 from __future__ import annotations
 
@@ -45,6 +45,26 @@ def test_every_variant_of_a_forward_in_fp8(outcome: Outcome) -> None:
     assert absorbed["biases_absorbed"] == 4 * BLOCKS
     assert absorbed["output_relative_error"] < 0.05
     assert quant.good(outcome)
+
+
+def test_z_image_has_every_variant_but_the_one_that_absorbs(device: torch.device) -> None:
+    reason = why_no_fp8(device, 16, 16)
+    if reason is not None:
+        pytest.skip(reason)
+    with torch.no_grad():
+        denoiser = models.at_size(models.z_image(device, n_layers=BLOCKS, n_refiner_layers=1), SIZE)
+        found = quant.measure(denoiser, Bench.on(device), OPS, SIZE, 1, graphs=True, rounds=2)
+    print(*found.rows, *found.notes, sep="\n")
+    rows = {row["variant"]: row for row in found.rows}
+    assert tuple(rows) == evidence.QUANT_VARIANTS[:-1]
+    for name, row in rows.items():
+        assert evidence.QUANT.problem(row) is None
+        assert row["ms"] is not None, row
+        assert row["bits_equal"], name
+        # in each of four blocks seven products in FP8, in bf16 five, three being one there
+        assert row["launches_gemm"] >= (5 if name == "bf16_exact_graph" else 7) * (BLOCKS + 2), name
+    assert rows["fp8_fused"]["launches"] < rows["fp8_unfused"]["launches"]
+    assert quant.good(found)
 
 
 @pytest.mark.alone

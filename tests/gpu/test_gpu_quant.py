@@ -200,8 +200,8 @@ def test_a_quantised_model_is_fused_and_keeps_its_bits(device: torch.device, mod
         assert (fused, eager) == ((0, 2 * STEPS) if site in never_fused else (2 * STEPS - eager, eager))
         assert eager <= 1 or site in never_fused, str(handle.report())
     attentions = [module for module in pipeline.transformer.modules() if hasattr(module, "to_q")]
-    # Qwen-Image joins the values alone, and with static scales its inputs come quantised: then nobody asks to join.
-    asks = 2 if model == "tiny-z-image" else 1 if per_channel else 0
+    # With static scales the inputs come quantised: then nobody asks to join weights. Z-Image has an attention besides.
+    asks = (1 if per_channel else 0) + (1 if model == "tiny-z-image" else 0)
     assert len(never_fused) == asks * len(attentions)
     assert len(both) > 2 * len(never_fused)
     assert_same_bits(got, wanted)
