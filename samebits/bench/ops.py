@@ -39,7 +39,7 @@ def time_case(op: Op, case: Case, bench: Bench, copy_gb_s: float) -> dict[str, f
         "us_eager": round(taken["eager"], 3),
         "us_fused": round(taken["fused"], 3),
         # A product or attention is bound by arithmetic: how many bytes it moves says nothing about it.
-        "copy_share": None if op.library else round(share, 4),
+        "copy_share": round(share, 4) if op.moves_bytes else None,
         "copy_gb_per_s": round(copy_gb_s, 1),
     }
 

@@ -149,7 +149,7 @@ class _CountedSite:
     def __call__(self, *args: Any) -> Any:
         op, gate = self._site.op, self._gate
         gate.calls_by_op[op.name] += 1
-        if not op.library:  # what a matrix product or attention takes is no question of bytes
+        if op.moves_bytes:  # what a matrix product or attention takes is no question of bytes
             gate.bytes_by_op[op.name] += op.bytes_moved(*args)
         name = f"{SITE_MARK}{self._site.name} ({op.name})"
         with torch.autograd.profiler.record_function(name) if gate.marking else nullcontext():

@@ -127,7 +127,7 @@ def _check_shapes(ops: list[Any], shapes: list[Any], device: Any) -> None:
     for shape in shapes:
         reasons: list[str | None] = []
         for op in ops:
-            if op.library:
+            if not op.moves_bytes:
                 reasons.append("its shapes are those of its own cases")
                 continue
             form = FORMS[op.name]

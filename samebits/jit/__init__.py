@@ -17,6 +17,7 @@ import torch
 
 from samebits.errors import CompileError
 from samebits.jit.kernel import BoundKernel, Kernel
+from samebits.jit.maps import TensorMap, tensor_map
 from samebits.jit.signature import Parameter, parse_parameters
 from samebits.jit.source import Source, define_options
 from samebits.jit.store import Cache, key
@@ -25,10 +26,12 @@ __all__ = [
     "BoundKernel",
     "Kernel",
     "Parameter",
+    "TensorMap",
     "clear",
     "compile",
     "compile_to_cubin",
     "compile_to_ptx",
+    "tensor_map",
     "unavailable",
 ]
 
@@ -62,7 +65,9 @@ class Toolchain(Protocol):
         ...
 
 
-def compile(source: Path, name: str, constants: Mapping[str, int | str], device: torch.device) -> Kernel:
+def compile(
+    source: Path, name: str, constants: Mapping[str, int | str], device: torch.device, specific: bool = False
+) -> Kernel:
     """Compile one kernel of a source for one device, or find it compiled.
 
     Parameters
@@ -75,6 +80,8 @@ def compile(source: Path, name: str, constants: Mapping[str, int | str], device:
         Macros: ``{"WIDTH": 3072, "ELEMENT": "__nv_bfloat16"}``.
     device : torch.device
         A CUDA device, or the CPU for the host toolchain.
+    specific : bool
+        Whether the source uses instructions that only the device's own architecture has: ``sm_90a``, not ``sm_90``.
 
     Returns
     -------
@@ -97,7 +104,7 @@ def compile(source: Path, name: str, constants: Mapping[str, int | str], device:
         from samebits.jit import cuda
 
         index = torch.cuda.current_device() if device.index is None else device.index
-        kernel = _kernel(text, name, constants, cuda.CudaToolchain(index))
+        kernel = _kernel(text, name, constants, cuda.CudaToolchain(index, specific))
         kernel.load(index)
         return kernel
     raise CompileError(f"kernel {name}: there are kernels for CUDA devices and for the CPU, not for {device}.")
@@ -141,7 +148,7 @@ def _load(
 
 
 def compile_to_ptx(source: Path, name: str, constants: Mapping[str, int | str], arch: str) -> str:
-    """Compile for a real architecture such as ``sm_90`` and return the PTX. Needs no driver and uses no cache.
+    """Compile for a real architecture, ``sm_90`` or ``sm_90a``, and return the PTX. Needs no driver, uses no cache.
 
     Raises
     ------

@@ -9,6 +9,7 @@ is the value itself, whatever its type.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,8 @@ class CudaToolchain:
     Parameters
     ----------
     device_index : int
+    specific : bool
+        Whether to compile for this architecture alone, with what no other has: ``sm_90a``.
 
     Raises
     ------
@@ -43,9 +46,9 @@ class CudaToolchain:
 
     suffix = ".cubin"
 
-    def __init__(self, device_index: int) -> None:
+    def __init__(self, device_index: int, specific: bool = False) -> None:
         self._device_index = device_index
-        self.target = architecture(torch.device("cuda", device_index))
+        self.target = architecture(torch.device("cuda", device_index)) + ("a" if specific else "")
 
     def identity(self) -> str:
         """NVRTC's version, its flags and the CUDA headers."""
@@ -89,6 +92,8 @@ class CudaKernel(Kernel):
         self._lock = threading.Lock()
         self._allowed: dict[int, int] = {}
         """Per device on which the kernel is loaded: the dynamic shared memory a block may ask for, in bytes."""
+        self.functions: dict[int, Any] = {}
+        """The driver's function, likewise."""
         self._check_parameters()
 
     def _check_parameters(self) -> None:
@@ -123,7 +128,7 @@ class CudaKernel(Kernel):
                 if capturing(device_index):
                     raise CompileInCaptureError(kernel=self.name, target=f"cuda:{device_index}")
                 actual = architecture(torch.device("cuda", device_index))
-                if actual != self.architecture:
+                if actual != self.architecture.removesuffix("a"):
                     raise self._error(
                         "device_index", f"a device of {self.architecture}", f"cuda:{device_index}, which is {actual}"
                     )
@@ -145,6 +150,7 @@ class CudaKernel(Kernel):
                 self.runtime.core.Device(device_index).set_current()
                 status, function = driver.cuKernelGetFunction(self.handle.handle)
                 self._check(status)
+                self.functions[device_index] = function
                 with contextlib.suppress(RuntimeError):  # a driver before CUDA 12.4 does not have it
                     self._check(driver.cuFuncLoad(function)[0])
             return _SHARED_BYTES - int(self.handle.attributes[device_index].shared_size_bytes)
@@ -170,6 +176,8 @@ class CudaKernel(Kernel):
     ) -> CudaBound:
         for device_index in tuple(self._allowed):
             self.load(device_index, shared_bytes)
+        if any(parameter.kind == "tensor_map" for parameter in self.parameters):
+            return CudaBoundWithMaps(self, grid, block, shared_bytes, template)
         return CudaBound(self, grid, block, shared_bytes, template)
 
 
@@ -212,17 +220,59 @@ class CudaBound(BoundKernel):
             if tail is not None:
                 self._launch(stream, self._config, self._handle, *pointers, *tail)
             else:
-                self._launch(stream, self._config, self._handle, *self._arguments(pointers))
+                self._start(stream, pointers)
         except Exception as error:
             self._explain(error, device_index, stream, pointers)
         return None
+
+    def _start(self, stream: Any, pointers: tuple[int, ...]) -> None:
+        self._launch(stream, self._config, self._handle, *self._arguments(pointers))
 
     def _explain(self, error: Exception, device_index: int, stream: Any, pointers: tuple[int, ...]) -> None:
         if code_of(error) == "CUDA_ERROR_INVALID_CONTEXT":
             # A thread that made no CUDA call yet has no context, although torch names a current device for it.
             try:
                 self._kernel.runtime.core.Device(device_index).set_current()
-                return self._launch(stream, self._config, self._handle, *self._arguments(pointers))
+                return self._start(stream, pointers)
             except Exception as again:
                 error = again
         raise LaunchError(kernel=self.name, cause=sentence_of(error), sticky=code_of(error) in STICKY) from error
+
+
+class CudaBoundWithMaps(CudaBound):
+    """The same for a kernel that takes tensor maps by value: 128 bytes each, which cuda.core's ints cannot carry.
+
+    The driver reads every argument at an address: a map's is what the caller hands in, that of anything else is a
+    place of eight bytes beside it.
+    """
+
+    def __init__(
+        self,
+        kernel: CudaKernel,
+        grid: Dimensions,
+        block: Dimensions,
+        shared_bytes: int,
+        template: tuple[int | None, ...],
+    ) -> None:
+        super().__init__(kernel, grid, block, shared_bytes, template)
+        self._tail = None  # every launch goes through _start
+        self._size = (*grid, *block, shared_bytes)
+        self._is_map = tuple(parameter.kind == "tensor_map" for parameter in kernel.parameters)
+        self._slots = ctypes.c_int64 * len(template)
+        self._addresses = ctypes.c_void_p * len(template)
+
+    def _start(self, stream: Any, pointers: tuple[int, ...]) -> None:
+        arguments = self._arguments(pointers)
+        slots = self._slots(*arguments)
+        first = ctypes.addressof(slots)
+        addresses = self._addresses(
+            *[
+                argument if is_map else first + 8 * place
+                for place, (argument, is_map) in enumerate(zip(arguments, self._is_map, strict=True))
+            ]
+        )
+        function = self._kernel.functions[self._current_device()]
+        driver = self._kernel.runtime.driver
+        (status,) = driver.cuLaunchKernel(function, *self._size, stream.handle, ctypes.addressof(addresses), 0)
+        if status.value:
+            raise RuntimeError(f"{status.name}: cuLaunchKernel refused the launch")

@@ -52,8 +52,12 @@ _SPELLINGS = {
     "size_t": "uint64",
     "float": "float32",
     "double": "float64",
+    "TensorMap": "tensor_map",
 }
 """C spelling to our name. ``long`` is missing on purpose: its width depends on the platform."""
+
+_GIVEN_AT_LAUNCH = {"pointer": 8, "tensor_map": 128}
+"""Bytes of the kinds that a call hands in, as an address: of the memory itself, or of a map of it on the host."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Parameter:
     c_type : str
         As the source spells it, macros resolved: ``const __nv_bfloat16*``, ``long long``.
     kind : str
-        ``pointer``, ``bool``, ``int8`` to ``uint64``, ``float32`` or ``float64``.
+        ``pointer``, ``tensor_map``, ``bool``, ``int8`` to ``uint64``, ``float32`` or ``float64``.
     """
 
     name: str
@@ -74,10 +78,15 @@ class Parameter:
     kind: str
 
     @property
+    def is_given_at_launch(self) -> bool:
+        """Whether a call hands it in; everything else is decided when the kernel is bound."""
+        return self.kind in _GIVEN_AT_LAUNCH
+
+    @property
     def bytes(self) -> int:
         """How many bytes the kernel reads for this parameter."""
-        if self.kind == "pointer":
-            return 8
+        if self.kind in _GIVEN_AT_LAUNCH:
+            return _GIVEN_AT_LAUNCH[self.kind]
         if self.kind == "bool":
             return 1
         return _INTEGERS[self.kind][0] if self.kind in _INTEGERS else _FLOATS[self.kind][1]
@@ -99,8 +108,8 @@ class Parameter:
         KernelArgumentError
             The value does not fit the C type.
         """
-        if self.kind == "pointer":
-            raise self._error(kernel, "given at the launch, not here: it is a pointer", value)
+        if self.is_given_at_launch:
+            raise self._error(kernel, f"given at the launch, not here: it is a {self.kind}", value)
         if self.kind == "bool":
             if not isinstance(value, bool):
                 raise self._error(kernel, "True or False", value)
@@ -188,9 +197,8 @@ def _declarations(text: str) -> Iterable[tuple[str, str]]:
     """Yield the name and the text between the parentheses of every kernel."""
     for start in _KERNEL.finditer(text):
         rest = text[start.end() :].lstrip()
-        bounds = re.match(r"__launch_bounds__\s*\(", rest)
-        if bounds:
-            rest = rest[_closing(rest, bounds.end()) + 1 :].lstrip()
+        while attribute := re.match(r"__(?:launch_bounds|cluster_dims)__\s*\(", rest):
+            rest = rest[_closing(rest, attribute.end()) + 1 :].lstrip()
         head = re.match(r"(\w+)\s*\(", rest)
         if head:
             yield head[1], rest[head.end() : _closing(rest, head.end())]
@@ -233,7 +241,7 @@ def pack_scalars(kernel: str, parameters: tuple[Parameter, ...], scalars: Mappin
     KernelArgumentError
         A value does not fit, a scalar is missing, or a name is not a scalar parameter of the kernel.
     """
-    wanted = [parameter for parameter in parameters if parameter.kind != "pointer"]
+    wanted = [parameter for parameter in parameters if not parameter.is_given_at_launch]
     names = {parameter.name for parameter in parameters}
     listing = ", ".join(f"{parameter.c_type} {parameter.name}" for parameter in wanted) or "no scalars"
     for name in scalars:

@@ -12,6 +12,8 @@ from samebits.ops import (
     gelu_tanh,
     joint_projection,
     layer_norm_modulate,
+    linear_gelu_tanh,
+    linear_swiglu,
     qk_norm,
     qk_norm_rope,
     quantize_fp8,
@@ -33,6 +35,8 @@ OPS: tuple[Op, ...] = (
     quantize_fp8.OP,
     bias_gated_residual.OP,
     bias_gated_residual_norm_modulate.OP,
+    linear_gelu_tanh.OP,
+    linear_swiglu.OP,
     joint_projection.OP,
     attention.OP,
 )

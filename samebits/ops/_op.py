@@ -76,6 +76,16 @@ class Op:
     library: str = ""
     """``"gemm"`` or ``"attention"`` where the kernel is a call into one of torch's libraries: it has no ``.cu``, its
     launches count as what they are, and its time is not one of moving bytes. Empty for a kernel of ours."""
+    is_product: bool = False
+    """Whether the kernel is of ours and holds a matrix product: its launches count as products, its time is not one of
+    moving bytes, and its sums are the library's wherever that does not choose another order."""
+    architectures: tuple[str, ...] = ()
+    """What the kernel is written for, ``sm_90a``; empty where it is for every one."""
+
+    @property
+    def moves_bytes(self) -> bool:
+        """Whether the time of a call is that of moving its bytes."""
+        return not self.library and not self.is_product
 
     @cached_property
     def source_hash(self) -> str:

@@ -3,9 +3,7 @@
 //   gelu_tanh_direct     the formula for every element
 //   gelu_tanh_by_table   bf16, many elements: y = round(x * gate(x)), the gate read from a table
 //
-// The gate is 0.5 * (1 + tanh(...)). Computing it takes longer than moving an element, but bf16 has only 3,328 values from 2^-9 up
-// to 2^4, both signs counted. Below, the gate is so near to 0.5 that x * 0.5 rounds alike; above, it is exactly 1 or 0.
-// To halve is exact, so x * (0.5 * (1 + tanh(...))) is the same product as ATen's (0.5 * x) * (1 + tanh(...)).
+// Computing the tanh takes longer than moving an element: _gelu_table.cuh.
 //
 // With an input_scale y is quantised on its way out (_quantize.cuh); then no element is left over.
 //
@@ -42,28 +40,8 @@ gelu_tanh_direct(const Element* __restrict__ x, const float* __restrict__ input_
 
 #else
 constexpr int THREADS = 1024;
-constexpr int BELOW = 0x3aff, ABOVE = 0x4180;  // the last bf16 before 2^-9, and 2^4; from one to the other the bits count up
-constexpr int SIDE = ABOVE - BELOW + 1;        // places for one sign
 
-// Table (2, SIDE): the gates of the positive values, then those of the negative ones. The first place stands for everything
-// below it, down to 0, and the last one for everything above, up to infinity and NaN, which stays NaN in the product.
-__device__ __forceinline__ void fill(float* table) {
-  for (int i = threadIdx.x; i < 2 * SIDE; i += THREADS) {
-    const int sign = i / SIDE, place = i - sign * SIDE;
-    const float x = place == 0 ? 0.0f : widen(__ushort_as_bfloat16(sign << 15 | (BELOW + place)));
-    table[i] = __fmul_rn(0.5f, one_plus_gelu_tanh(x));
-  }
-}
-
-__device__ __forceinline__ float gate(const float* table, Element x) {
-  const int bits = __bfloat16_as_ushort(x), magnitude = bits & 0x7fff;
-  return table[(bits >> 15) * SIDE + min(max(magnitude, BELOW), ABOVE) - BELOW];
-}
-
-__device__ __forceinline__ Pair<Element> gelu_by_table(const float* table, Pair<Element> x) {
-  const float2 f = widen(x);
-  return round_pair<Element>(__fmul_rn(f.x, gate(table, x.x)), __fmul_rn(f.y, gate(table, x.y)));
-}
+#include "_gelu_table.cuh"
 
 // grid (blocks), as many as run at once; block (THREADS). A thread takes one vector after another, the next already on its way.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -73,7 +51,7 @@ gelu_tanh_by_table(const Element* __restrict__ x, const float* __restrict__ inpu
   long long at = (long long)blockIdx.x * THREADS + threadIdx.x;
   Vector<Element, 8> next = {};
   if (at < vectors) next = load<Element, 8>(x + at * 8);
-  fill(table);
+  fill_gates(table, threadIdx.x, THREADS);
   __syncthreads();
 #ifndef QUANTIZED
   const long long left = vectors * 8 + at;  // fewer than eight elements are left over

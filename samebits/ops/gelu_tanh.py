@@ -135,6 +135,7 @@ OP = Op(
     cases=CASES,
     sources=(
         SOURCE,
+        HERE / "_gelu_table.cuh",
         HERE / "_numerics.cuh",
         HERE / "_quantize.cuh",
         HERE / "gelu_tanh.py",

@@ -68,7 +68,7 @@ class Run:
         """Everything that is to be done."""
         yield from self._steps()
         for op in self.ops:
-            if op.library:
+            if not op.moves_bytes:
                 yield from self._library(op)
                 continue
             if op.name not in STEPS or op.name not in FORMS:

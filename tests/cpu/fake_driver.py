@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,26 @@ class FakeCuda:
         self.loads.append(self.device)
         return (self.status(),)
 
+    def launch_kernel(self, function: Any, *size_stream_and_arguments: Any) -> tuple[Any, ...]:
+        """``cuLaunchKernel``: reads every argument where its address says that it lies."""
+        *size, shared_bytes, stream, addresses, extra = size_stream_and_arguments
+        assert extra == 0
+        if not self.has_context:
+            return (self.status("CUDA_ERROR_INVALID_CONTEXT"),)
+        if self.failures:
+            return (self.status(self.failures.pop(0)),)
+        assert self.parameter_sizes is not None
+        places = (ctypes.c_uint64 * len(self.parameter_sizes)).from_address(addresses)
+        arguments = tuple(map(ctypes.string_at, places, self.parameter_sizes))
+        self.launches.append((self.device, stream, tuple(size[:3]), tuple(size[3:]), shared_bytes, arguments))
+        return (self.status(),)
+
+    def encode_map(self, *described: Any) -> tuple[Any, ...]:
+        """``cuTensorMapEncodeTiled``: the address and the sizes, so that a test can tell maps apart."""
+        _, _, address, sizes, strides, box, *_ = described
+        self.memory = (ctypes.c_uint64 * 16)(address, *sizes, *strides, *box)
+        return self.status(), SimpleNamespace(getPtr=lambda: ctypes.addressof(self.memory))
+
     def set_attribute(self, attribute: str, value: int, kernel: Any, device: int) -> tuple[Any, ...]:
         if value + self.static_shared > self.shared_limit:
             return (self.status("CUDA_ERROR_INVALID_VALUE"),)
@@ -110,6 +131,23 @@ class FakeCuda:
             self.relaxed_depth -= 1
 
 
+class FakeStream(str):
+    """cuda.core's object, which equals its name; ``handle`` is what the driver takes."""
+
+    __slots__ = ()
+
+    @property
+    def handle(self) -> str:
+        return str(self)
+
+
+class Names:
+    """An enumeration of the driver's: every member is its own name."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
 class FakeKernel:
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self._cuda = cuda
@@ -131,7 +169,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     runtime = jit_driver.Runtime.__new__(jit_driver.Runtime)
     runtime.core = SimpleNamespace(
         ObjectCode=SimpleNamespace(from_cubin=cuda.from_cubin),
-        Stream=SimpleNamespace(from_handle=cuda.from_handle),
+        Stream=SimpleNamespace(from_handle=lambda handle: FakeStream(cuda.from_handle(handle))),
         LaunchConfig=SimpleNamespace,
         Device=lambda index: SimpleNamespace(set_current=cuda.set_current),
     )
@@ -141,12 +179,21 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         cuFuncLoad=cuda.load_function,
         cuDeviceGet=lambda index: (cuda.status(), index),
         cuKernelSetAttribute=cuda.set_attribute,
+        cuLaunchKernel=cuda.launch_kernel,
+        cuTensorMapEncodeTiled=cuda.encode_map,
+        cuuint64_t=int,
+        cuuint32_t=int,
+        **{
+            f"CUtensorMap{what}": Names()
+            for what in ("DataType", "Interleave", "Swizzle", "L2promotion", "FloatOOBfill")
+        },
         CUfunction_attribute=attributes,
     )
     runtime.launch = cuda.launch
     runtime.current_device = lambda: cuda.device
     runtime.current_stream = lambda index: cuda.streams[index]
-    runtime._streams = {0: "legacy", 1: "legacy", 2: "per thread"}
+    legacy, per_thread = FakeStream("legacy"), FakeStream("per thread")
+    runtime._streams = {0: legacy, 1: legacy, 2: per_thread}
     runtime.find_stream = runtime._streams.get
 
     def patch(target: Any, name: str, value: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -126,6 +127,86 @@ def test_a_thread_without_a_context_gets_one(cuda: Any, source: Path) -> None:
     bound(0, 1000, 2000)
     assert cuda.has_context
     assert len(cuda.launches) == 1
+
+
+# ---- tensor maps, and what only one architecture has -----------------------------------------------------------------
+
+WITH_MAPS = """
+struct alignas(64) TensorMap { unsigned long long words[16]; };
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128, 1)
+copy(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to, float* y, int n, float by) {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // sm_90a alone has it
+  if (threadIdx.x < n) y[threadIdx.x] = __fmul_rn(by, from.words[0] + to.words[0]);
+}
+"""
+
+
+@pytest.fixture
+def with_maps(tmp_path: Path) -> Path:
+    (tmp_path / "copy.cu").write_text(WITH_MAPS)
+    return tmp_path / "copy.cu"
+
+
+def bind_with_maps(source: Path) -> jit.BoundKernel:
+    kernel = jit.compile(source, "copy", {}, CUDA, specific=True)
+    return kernel.bind((4, 1, 1), (128, 1, 1), 512, n=3, by=0.5)
+
+
+def test_maps_travel_by_value_beside_pointers_and_scalars(cuda: Any, with_maps: Path, compiles: list[str]) -> None:
+    cuda.parameter_sizes = [128, 128, 8, 4, 4]
+    bound = bind_with_maps(with_maps)
+    maps = [jit.TensorMap(bytes([number]) * 128) for number in (7, 9)]
+    assert all(m.address % 64 == 0 for m in maps)
+    bound(0, maps[0].address, maps[1].address, 0x7F00)
+    ((device, stream, grid, block, shared, arguments),) = cuda.launches
+    assert (device, stream, grid, block, shared) == (0, "legacy", (4, 1, 1), (128, 1, 1), 512)
+    assert arguments == (
+        b"\x07" * 128,
+        b"\x09" * 128,
+        (0x7F00).to_bytes(8, "little"),
+        (3).to_bytes(4, "little"),
+        (0x3F000000).to_bytes(4, "little"),
+    )
+    assert compiles == ["sm_90a"]
+    with pytest.raises(KernelArgumentError, match="must be 3 addresses"):
+        bound(0, maps[0].address, 0x7F00)
+
+
+def test_a_launch_with_maps_fails_like_any_other(cuda: Any, with_maps: Path) -> None:
+    cuda.parameter_sizes = [128, 128, 8, 4, 4]
+    bound, tensor_map = bind_with_maps(with_maps), jit.TensorMap(bytes(128))
+    for name in ("CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_INVALID_VALUE"):
+        cuda.failures = [name]
+        with pytest.raises(LaunchError, match=name) as caught:
+            bound(0, tensor_map.address, tensor_map.address, 8)
+        assert caught.value.sticky == (name == "CUDA_ERROR_LAUNCH_FAILED")
+    cuda.has_context = False
+    bound(0, tensor_map.address, tensor_map.address, 8)
+    assert len(cuda.launches) == 1
+
+
+def test_what_only_one_architecture_has_is_compiled_for_it_alone(cuda: Any, with_maps: Path) -> None:
+    with pytest.raises(CompileError, match="setmaxnreg"):
+        jit.compile(with_maps, "copy", {}, CUDA)
+
+
+def test_a_map_says_where_a_matrix_lies(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from samebits.jit import maps
+
+    matrix = torch.zeros(40, 192, dtype=torch.bfloat16)[:, :128]
+    content = maps._encode(matrix.data_ptr(), *matrix.shape, 384, 32)
+    words = struct.unpack("<16Q", content)
+    assert words[:6] == (matrix.data_ptr(), 128, 40, 384, 64, 32)
+    for wrong in (matrix.float(), matrix.t(), matrix[0]):
+        with pytest.raises(ValueError, match="expected rows of bfloat16"):
+            jit.tensor_map(wrong, 32)
+    with pytest.raises(ValueError, match="128 bytes"):
+        jit.TensorMap(b"short")
+    monkeypatch.setattr(
+        driver.runtime().driver, "cuTensorMapEncodeTiled", lambda *_: (cuda.status("CUDA_ERROR_INVALID_VALUE"), None)
+    )
+    with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_VALUE for 40 x 128"):
+        maps._encode(matrix.data_ptr(), *matrix.shape, 384, 32)
 
 
 # ---- shared memory ---------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ Arguments = tuple[Any, ...]
 
 MODULATE, QK, RMS = (by_name(name) for name in ("layer_norm_modulate", "qk_norm", "rms_norm_scale"))
 PROJECT, ATTEND = by_name("joint_projection"), by_name("attention")
+GELU_OF, SWIGLU_OF = by_name("linear_gelu_tanh"), by_name("linear_swiglu")
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -63,6 +64,16 @@ def project(**changed: Any) -> Arguments:
     """Two streams of one sample with biases."""
     args = {"x": zeros(1, 5, 8), "weight": zeros(24, 8), "bias": zeros(24)}
     args |= {"text": zeros(1, 3, 8), "text_weight": zeros(24, 8), "text_bias": zeros(24), "parts": 3, "state": ""}
+    return tuple((args | changed).values())
+
+
+def gelu_of(**changed: Any) -> Arguments:
+    args = {"x": zeros(2, 5, 64), "weight": zeros(128, 64), "bias": zeros(128), "state": ""}
+    return tuple((args | changed).values())
+
+
+def swiglu_of(**changed: Any) -> Arguments:
+    args = {"x": zeros(2, 5, 64), "gate_weight": zeros(128, 64), "up_weight": zeros(128, 64), "state": ""}
     return tuple((args | changed).values())
 
 
@@ -204,6 +215,20 @@ DECLINED: dict[str, tuple[Op, Arguments, str]] = {
     "rms: one number a token": (RMS, rms(scale=zeros(2, 5, 1)), "must be (batch, tokens, 128)"),
     "rms: scale for three samples": (RMS, rms(scale=zeros(3, 1, 128)), "scale must broadcast"),
     "rms: scale that makes more of x": (RMS, rms(x=zeros(2, 1, 128), scale=zeros(2, 5, 128)), "scale must broadcast"),
+    "product: fp16": (GELU_OF, cast(gelu_of(), torch.float16), "x must be bfloat16"),
+    "product: an fp32 bias": (GELU_OF, gelu_of(bias=zeros(128, dtype=FP32)), "the bias must be bfloat16"),
+    "product: tuned kernels": (GELU_OF, gelu_of(state="cuda_tunableop_is_enabled=True"), "TunableOp is enabled"),
+    "product: two dimensions": (GELU_OF, gelu_of(x=zeros(5, 64)), "must be (batch, tokens, width)"),
+    "product: no token": (GELU_OF, gelu_of(x=zeros(2, 0, 64)), "not empty"),
+    "product: another width": (GELU_OF, gelu_of(x=zeros(2, 5, 128)), "x has 128 columns, the weights 64"),
+    "product: a short bias": (GELU_OF, gelu_of(bias=zeros(64)), "the bias must have 128 elements"),
+    "product: an odd width": (GELU_OF, gelu_of(x=zeros(1, 5, 72), weight=zeros(128, 72)), "multiples of 64"),
+    "product: odd columns": (GELU_OF, gelu_of(weight=zeros(96, 64), bias=zeros(96)), "multiples of 64"),
+    "product: a transposed weight": (GELU_OF, gelu_of(weight=zeros(64, 128).t()), "must be contiguous"),
+    "product: x one element on": (GELU_OF, gelu_of(x=later(zeros(2, 5, 64))), "aligned to 16 bytes"),
+    "products: two shapes": (SWIGLU_OF, swiglu_of(up_weight=zeros(192, 64)), "of one shape"),
+    "products: an fp32 weight": (SWIGLU_OF, swiglu_of(up_weight=zeros(128, 64, dtype=FP32)), "must be bfloat16"),
+    "products: tokens apart": (SWIGLU_OF, swiglu_of(x=zeros(2, 9, 64)[:, ::2]), "must be contiguous"),
     "project: fp64": (PROJECT, cast(project(), torch.float64), "it is torch.float64"),
     "project: tuned kernels": (PROJECT, project(state="cuda_tunableop_is_enabled=True"), "TunableOp is enabled"),
     "project: two dimensions": (PROJECT, project(x=zeros(5, 8)), "must be (batch, tokens, width)"),
@@ -293,6 +318,9 @@ TAKEN: dict[str, tuple[Op, Arguments]] = {
     "rms: tokens of a longer sequence": (RMS, rms(x=zeros(2, 9, 128)[:, 4:])),
     "rms: gates": (RMS, gates(gate_msa=zeros(2, 1, 512)[..., 128:256], gate_mlp=zeros(2, 1, 512)[..., 384:])),
     "rms: gates for all, no scale": (RMS, gates(scale=None, gate_msa=zeros(1, 1, 128), gate_mlp=zeros(1, 1, 128))),
+    "product": (GELU_OF, gelu_of()),
+    "products": (SWIGLU_OF, swiglu_of()),
+    "products: halves of one weight": (SWIGLU_OF, (zeros(1, 5, 64), *zeros(256, 64).chunk(2), "")),
     "project: two streams": (PROJECT, project()),
     "project: two streams of two samples": (PROJECT, project(x=zeros(2, 5, 8), text=zeros(2, 3, 8))),
     "project: one linear": (PROJECT, project(parts=1)),
@@ -448,6 +476,19 @@ class Views:
 
         return *stream(), *(stream() if self.often() else (None,) * 3), 3, "state"
 
+    def product(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of three tensors each view is one now and then, so that enough of them are plain together."""
+        batch, width, columns = self.pick(1, 1, 2), self.pick(64, 128, 72), self.pick(64, 128, 96)
+        x = self.mostly_plain((batch, self.pick(1, 2, 5), width), self.pick(BF16, BF16, FP16))
+        return x, self.mostly_plain((columns, width), BF16), self.mostly_plain((columns, width), BF16)
+
+    def product_with_bias(self) -> Arguments:
+        x, weight, _ = self.product()
+        return x, weight, torch.zeros(weight.shape[0], dtype=BF16), "state"
+
+    def two_products(self) -> Arguments:
+        return *self.product(), "state"
+
     def attended(self) -> Arguments:
         batch, tokens, heads, dtype = self.pick(1, 2), self.pick(2, 5, 8), self.pick(1, 2, 3), self.pick(BF16, FP16)
         shape = (batch, tokens, heads, 32)
@@ -472,6 +513,8 @@ DRAWS: dict[str, Callable[[Views], Arguments]] = {
     "bias_gated_residual": Views.biased,
     "bias_gated_residual_norm_modulate": Views.biased_norm,
     "joint_projection": Views.projection,
+    "linear_gelu_tanh": Views.product_with_bias,
+    "linear_swiglu": Views.two_products,
     "attention": Views.attended,
 }
 
