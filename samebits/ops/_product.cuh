@@ -1,4 +1,4 @@
-// y = finish(x w^T), bf16 in and out, sums in fp32: a product of matrices whose tiles are finished before they leave the chip.
+// y = finish(x w^T + bias), bf16 in and out, sums in fp32: a product of matrices whose tiles are finished before they leave the chip.
 //
 // The sums have the bits of the library's product: each element is summed up by the same instruction over 16 columns after 16 columns,
 // from the first to the last, and rounded to bf16 once, after the bias. (Where the library splits the columns among blocks it sums in
@@ -24,6 +24,7 @@ constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, STAGES = 3;
 constexpr int STEP = 64;        // columns of x and w in a stage: rows of 128 bytes
 constexpr int HALF_ROWS = 64;   // of a tile: one group's
 constexpr int OUT_COLUMNS = TILE_COLUMNS / WEIGHTS;
+constexpr int CLUSTER_ROWS = TILE_ROWS * (SIDE_BY_SIDE ? 1 : CLUSTER), CLUSTER_COLUMNS = OUT_COLUMNS * (SIDE_BY_SIDE ? CLUSTER : 1);
 constexpr int LANES = 128;      // threads of a group of four warps
 constexpr int FINISHERS = 96;   // threads of warps 1 to 3
 constexpr int PRODUCT_THREADS = 3 * LANES;
@@ -52,25 +53,27 @@ struct Tile {
 };
 
 struct Tiles {
-  static constexpr int ROWS = TILE_ROWS * (SIDE_BY_SIDE ? 1 : CLUSTER), COLUMNS = OUT_COLUMNS * (SIDE_BY_SIDE ? CLUSTER : 1);
-  int down, across;
-  unsigned rank;
+  int down, across;  // of clusters
+  int rank;          // of this block in its cluster
 
-  __device__ Tiles(int rows, int columns, unsigned rank)
-      : down((rows + ROWS - 1) / ROWS), across((columns + COLUMNS - 1) / COLUMNS), rank(rank) {}
-  __device__ int count() const { return down * across; }
-  __device__ Tile operator[](int number) const {
+  __device__ __forceinline__ int count() const { return down * across; }
+  __device__ __forceinline__ Tile tile_at(int number) const {
     const int first = number / (GROUP * across) * GROUP, height = min(GROUP, down - first), inside = number - first * across;
-    return Tile{(first + inside % height) * ROWS + (SIDE_BY_SIDE ? 0 : static_cast<int>(rank) * TILE_ROWS),
-                inside / height * COLUMNS + (SIDE_BY_SIDE ? static_cast<int>(rank) * OUT_COLUMNS : 0)};
+    return Tile{(first + inside % height) * CLUSTER_ROWS + (SIDE_BY_SIDE ? 0 : rank * TILE_ROWS),
+                inside / height * CLUSTER_COLUMNS + (SIDE_BY_SIDE ? rank * OUT_COLUMNS : 0)};
   }
 };
+
+__device__ __forceinline__ Tiles tiles_of(int rows, int columns) {
+  return Tiles{(rows + CLUSTER_ROWS - 1) / CLUSTER_ROWS, (columns + CLUSTER_COLUMNS - 1) / CLUSTER_COLUMNS,
+               CLUSTER == 2 ? static_cast<int>(rank_in_cluster()) : 0};
+}
 
 // The stage that comes next, and the parity of the phase that its barriers are in.
 struct Turn {
   int stage = 0;
   unsigned parity = 0;
-  __device__ void next() {
+  __device__ __forceinline__ void next() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 };
@@ -79,7 +82,7 @@ struct Turn {
 __device__ __forceinline__ void load_tiles(Shared& shared, const TensorMap& x, const TensorMap& w, const TensorMap& w2, const Tiles& tiles, int width) {
   Turn turn;
   for (int number = blockIdx.x / CLUSTER; number < tiles.count(); number += gridDim.x / CLUSTER) {
-    const Tile tile = tiles[number];
+    const Tile tile = tiles.tile_at(number);
     for (int k = 0; k < width; k += STEP, turn.next()) {
       Barrier* full = &shared.full[turn.stage];
       Half *x_to = shared.stages[turn.stage], *w_to = x_to + X_TILE;
@@ -121,7 +124,7 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, const Half* bias,
   unsigned parity = 1;  // of shared.stored: nothing has to be stored before the first tile
   float sums[128];
   for (int number = blockIdx.x / CLUSTER; number < tiles.count(); number += gridDim.x / CLUSTER, parity ^= 1) {
-    const Tile tile = tiles[number];
+    const Tile tile = tiles.tile_at(number);
     int before = 0;
     for (int k = 0; k < width; k += STEP, turn.next()) {
       barrier_wait(&shared.full[turn.stage], turn.parity);
@@ -168,13 +171,13 @@ template <class Finish>
 __device__ __forceinline__ void finish_tiles(Shared& shared, const TensorMap& y, const Tiles& tiles, int thread, Finish finish) {
   unsigned parity = 0;
   for (int number = blockIdx.x / CLUSTER; number < tiles.count(); number += gridDim.x / CLUSTER, parity ^= 1) {
-    const Tile tile = tiles[number];
+    const Tile tile = tiles.tile_at(number);
 #pragma unroll 1
     for (int half = 0; half < 2; half++) {
       barrier_wait(&shared.placed[half], parity);
       Half* results = shared.tiles[half];
 #pragma unroll 2
-      for (int at = thread * 8; at < HALF_ROWS * OUT_COLUMNS; at += FINISHERS * 8) finish(results + at);
+      for (int at = thread * 8; at < HALF_ROWS * OUT_COLUMNS; at += FINISHERS * 8) finish.finish(results + at);
       show_to_copies();
       group_sync(1, FINISHERS);
       if (thread == 0) {
@@ -191,11 +194,11 @@ __device__ __forceinline__ void finish_tiles(Shared& shared, const TensorMap& y,
   if (thread == 0) stores_are_done();
 }
 
-// The whole kernel. finish(eight) replaces eight results in shared memory; those of the second product lie HALF_TILE / 2 further.
+// The whole kernel. finish.finish(eight) replaces eight results in shared memory; those of the second product lie HALF_TILE / 2 further.
 template <class Finish>
-__device__ __forceinline__ void product(Shared& shared, const TensorMap& x, const TensorMap& w, const TensorMap& w2, const TensorMap& y,
-                                        const Half* bias, int rows, int columns, int width, Finish finish) {
-  const Tiles tiles(rows, columns, CLUSTER == 2 ? rank_in_cluster() : 0);
+__device__ __forceinline__ void multiply_matrices(Shared& shared, const TensorMap& x, const TensorMap& w, const TensorMap& w2, const TensorMap& y,
+                                                  const Half* bias, int rows, int columns, int width, Finish finish) {
+  const Tiles tiles = tiles_of(rows, columns);
   const int group = __shfl_sync(ALL_LANES, threadIdx.x / LANES, 0), warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) barrier_init(&shared.full[s], 1), barrier_init(&shared.empty[s], 2 * CLUSTER);

@@ -49,7 +49,7 @@ def _blocks_at_once(device: torch.device) -> int:
 
 
 def why_not_product(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, state: str
+    x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, state: str, least_width: int
 ) -> str | None:
     """Say why the kernels do not take these arguments, or return ``None``.
 
@@ -63,6 +63,8 @@ def why_not_product(
         ``(N,)``, contiguous bfloat16.
     state : str
         :func:`samebits.ops._library.blas_state` at this call.
+    least_width : int
+        On a GPU: with less, a tile is multiplied sooner than the one before it is finished.
     """
     device = x.device
     if device.type == "cuda" and _capability(device) != (9, 0):
@@ -87,6 +89,8 @@ def why_not_product(
     if rows > MAX_ROWS - 2 * _TILE_ROWS or columns > MAX_ROWS - 2 * _TILE_COLUMNS:
         return f"at most {MAX_ROWS - 2 * _TILE_ROWS} rows; there are {rows}"
     if device.type == "cuda":
+        if width < least_width:
+            return f"x has {width} columns; below {least_width} the library's product and the activation are faster"
         plan = plan_of(rows, columns, len(weights), device)
         if plan.tiles < plan.clusters_at_once:
             return f"{rows} rows are too few to keep the GPU busy: the library splits such products"

@@ -11,7 +11,7 @@
 
 struct Gelu {
   const float* table;
-  __device__ __forceinline__ void operator()(Half* eight) const {
+  __device__ __forceinline__ void finish(Half* eight) const {
     Vector<Half, 8> v = load<Half, 8>(eight);
 #pragma unroll
     for (int k = 0; k < 4; k++) v.pair[k] = gelu_by_table(table, v.pair[k]);
@@ -27,5 +27,5 @@ linear_gelu_tanh(const __grid_constant__ TensorMap x, const __grid_constant__ Te
   Shared& shared = shared_memory(raw);
   float* table = reinterpret_cast<float*>(&shared + 1);
   fill_gates(table, threadIdx.x, PRODUCT_THREADS);
-  product(shared, x, weight, weight, y, bias, rows, columns, width, Gelu{table});
+  multiply_matrices(shared, x, weight, weight, y, bias, rows, columns, width, Gelu{table});
 }

@@ -25,6 +25,8 @@ from samebits.ops._product import (
 )
 
 SOURCE = HERE / "linear_gelu_tanh.cu"
+_LEAST_WIDTH = 1024
+"""Columns of x: with fewer, a tile is multiplied sooner than the one before it is finished."""
 _TABLE_BYTES = 2 * 1666 * 4
 """The gates of ``_gelu_table.cuh``."""
 
@@ -51,7 +53,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, state: 
 
 def unsupported(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, state: str) -> str | None:
     """Say why the kernel does not take these arguments, or return ``None``. See :func:`why_not_product`."""
-    return why_not_product(x, (weight,), bias, state)
+    return why_not_product(x, (weight,), bias, state, _LEAST_WIDTH)
 
 
 def prepare(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, state: str) -> Launcher:
@@ -111,9 +113,9 @@ CASES = (
     _case(4096, 3072, 12288),
     _case(1024, 3072, 12288),
     _case(6889, 3072, 12288),
-    _case(1100, 256, 12288, batch=2),
-    _case(4173, 64, 8256),
-    *(_case(1024, 512, 12288, amplitude=amplitude) for amplitude in (1e-3, 8.0, 200.0)),
+    _case(1100, 1024, 12288, batch=2),
+    _case(4173, 1088, 8256),
+    *(_case(1024, 1024, 12288, amplitude=amplitude) for amplitude in (1e-3, 8.0, 200.0)),
 )
 
 COMPILE_VARIANTS: tuple[Variant, ...] = (

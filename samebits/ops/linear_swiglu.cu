@@ -8,7 +8,7 @@
 #include "_product.cuh"
 
 struct SwiGlu {
-  __device__ __forceinline__ void operator()(Half* eight) const {
+  __device__ __forceinline__ void finish(Half* eight) const {
     Vector<Half, 8> a = load<Half, 8>(eight);
     const Vector<Half, 8> b = load<Half, 8>(eight + HALF_TILE / 2);
 #pragma unroll
@@ -25,5 +25,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(PRO
 linear_swiglu(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap gate_weight,
               const __grid_constant__ TensorMap up_weight, const __grid_constant__ TensorMap y, int rows, int columns, int width) {
   extern __shared__ unsigned char raw[];
-  product(shared_memory(raw), x, gate_weight, up_weight, y, nullptr, rows, columns, width, SwiGlu{});
+  multiply_matrices(shared_memory(raw), x, gate_weight, up_weight, y, nullptr, rows, columns, width, SwiGlu{});
 }

@@ -391,6 +391,8 @@ STEPS: Mapping[str, tuple[Step, ...]] = {
     "qk_norm_rope": (*WIDEN, *ROUND, PRODUCT, *ROOT, MEAN_FACTOR, *HEADS, *ROTATE),
     "gelu_tanh": (*WIDEN, *ROUND, *GELU, *QUANTIZE),
     "swiglu": (*WIDEN, *ROUND, PRODUCT, *SILU, *QUANTIZE),
+    "linear_gelu_tanh": (*WIDEN, *ROUND, *GELU),
+    "linear_swiglu": (*WIDEN, *ROUND, PRODUCT, *SILU),
     "quantize_fp8": (*WIDEN, *QUANTIZE),
     "bias_gated_residual": (PRODUCT, SUM, CLIP, *BIAS),
     "bias_gated_residual_norm_modulate": (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from samebits import ops
 from samebits.proof import rows
 from samebits.proof.forms import FORMS
 from samebits.proof.probe import Outcome, Probes
@@ -71,6 +72,30 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Case:
+    """A control that one of a product's own cases must catch. It takes the library's product, so a GPU."""
+
+    op: str
+    name: str
+
+    @property
+    def portable(self) -> bool:
+        return False
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why this GPU cannot run it, or ``None``."""
+        op, case = self._found()
+        return op.unsupported(*case.build(device, 0))
+
+    def run(self, workshop: Workshop, device: torch.device, whole: bool) -> Outcome:
+        return rows.case(workshop.op(self.op), self._found()[1], device, 1)
+
+    def _found(self) -> tuple[ops.Op, ops.Case]:
+        op = ops.by_name(self.op)
+        return op, next(case for case in op.cases if case.name == self.name)
+
+
+@dataclass(frozen=True)
 class Control:
     """One wrong kernel.
 
@@ -79,13 +104,13 @@ class Control:
     name : str
         What is wrong with it.
     changes : tuple of Change
-    check : Steps, Every or Rows
+    check : Steps, Every, Rows or Case
         The part of the proof that must catch it.
     """
 
     name: str
     changes: tuple[Change, ...]
-    check: Steps | Every | Rows
+    check: Steps | Every | Rows | Case
     of_nan: bool = False
     """Whether only another NaN shows; a CPU's eager writes other ones anyway."""
 
@@ -109,6 +134,8 @@ def run(control: Control, device: torch.device) -> Verdict:
     whole = device.type == "cuda"
     if not whole and not control.portable:
         return Verdict(control.name, None, "needs a GPU: a CPU's eager computes other bits there")
+    if isinstance(control.check, Case) and (reason := control.check.why_not(device)) is not None:
+        return Verdict(control.name, None, reason)
     with Workshop(control.changes) as workshop:
         outcome = control.check.run(workshop, device, whole)
     seen = f"{outcome.differ:,} differ, first: {outcome.first}" if outcome.differ else "nothing differs"

@@ -115,18 +115,23 @@ class Run:
                 yield Task(f"{step.name}, {_short(dtype)}", run, probes if number == 0 else None)
 
     def _library(self, op: Op) -> Iterator[Task]:
-        """An op whose kernel is a call into a library has no steps and no order of ours: its own cases are compared.
+        """An op that is held against a library's product or attention: its own cases are compared.
 
-        Which kernel the library runs is its choice for each signature, so only the signatures seen are shown.
+        Which kernel the library runs, and so in which order it sums up, is its choice for each signature. So only the
+        signatures seen are shown.
         """
+        name = f"calls of torch's {op.library}" if op.library else "calls beside the library's product"
         for case in op.cases if self.whole else ():
             if self.quick and case.name not in op.headline:
+                continue
+            if op.is_product and (reason := op.unsupported(*case.build(self.device, 0))) is not None:
+                self.notes.append(f"{op.name} {case.name}: not compared: {reason}")
                 continue
 
             def run(case: Case = case) -> Outcome:
                 return rows.case(op, case, self.device, LIBRARY_DRAWS)
 
-            yield self._task(op, case.dtype, f"calls of torch's {op.library}", case.name, "sampled", run)
+            yield self._task(op, case.dtype, name, case.name, "sampled", run)
 
     def _undeclared(self, op: Op) -> None:
         error = LookupError("chains.STEPS or forms.FORMS has no entry for this op")

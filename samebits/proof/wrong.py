@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from samebits.proof.chains import BIAS, CLIP, GELU, HEADS, MEAN_FACTOR, MODULATE, PRODUCT, QUANTIZE, ROOT, ROTATE, SILU
-from samebits.proof.controls import Control, Every, Rows, Steps
+from samebits.proof.controls import Case, Control, Every, Rows, Steps
 from samebits.proof.rows import Shape
 from samebits.proof.steps import BF16, FP16, FP32, Step
 from samebits.proof.workshop import Change
 
 
-def _control(name: str, file: str, old: str, new: str, check: Steps | Every | Rows, *, of_nan: bool = False) -> Control:
+def _control(
+    name: str, file: str, old: str, new: str, check: Steps | Every | Rows | Case, *, of_nan: bool = False
+) -> Control:
     return Control(name, (Change(file, old, new),), check, of_nan)
 
 
@@ -188,7 +190,7 @@ CONTROLS = (
     ),
     _control(
         "the table of gelu ends too early",
-        "gelu_tanh.cu",
+        "_gelu_table.cuh",
         "constexpr int BELOW = 0x3aff, ABOVE = 0x4180;",
         "constexpr int BELOW = 0x3aff, ABOVE = 0x4020;",
         Every("gelu_tanh", "round(gelu_tanh(x)), many at once", BF16),
@@ -235,6 +237,29 @@ CONTROLS = (
         "plan, layout = reduce_plan(rows, width, 4), row_layout(x.shape, x.stride())",
         "plan, layout = reduce_plan(16, width, 4), row_layout(x.shape, x.stride())",
         Rows("rms_norm_scale", FP32, Shape(1, 3840)),
+    ),
+    # products
+    _control(
+        "the bias joins after the rounding",
+        "_product.cuh",
+        "f = sum(f, widen(biases[j]));",
+        "f = widen(sum(round_pair<Half>(f.x, f.y), biases[j]));",
+        Case("linear_gelu_tanh", "1x1024x3072 to 12288"),
+    ),
+    _control(
+        "columns are summed up from the last to the first",
+        "_product.cuh",
+        "for (int k = 0; k < width; k += STEP, turn.next()) {\n      Barrier* full",
+        "for (int k = width - STEP; k >= 0; k -= STEP, turn.next()) {\n      Barrier* full",
+        Case("linear_swiglu", "1x1152x3840 to 10240"),
+    ),
+    _control(
+        "silu is not rounded before the product, on the chip",
+        "linear_swiglu.cu",
+        "a.pair[k] = product(round_pair<Half>(silu(f.x), silu(f.y)), b.pair[k]);",
+        "const float2 g = widen(b.pair[k]);\n"
+        "      a.pair[k] = round_pair<Half>(__fmul_rn(silu(f.x), g.x), __fmul_rn(silu(f.y), g.y));",
+        Case("linear_swiglu", "1x1152x3840 to 10240"),
     ),
     # Welford
     _control(
