@@ -136,6 +136,9 @@ def record(
     source = evidence.source_of(ops, commit)
     with torch.no_grad():
         for op in ops:
+            if not op.is_for(bench.device):
+                bench.say(f"{op.name}: written for {', '.join(op.architectures)}, so not measured here")
+                continue
             copy_gb_s = copy_gb_per_s(bench.device, bench.stopwatch)
             bench.say(f"{op.name}: copy bandwidth {copy_gb_s:.0f} GB/s")
             for case in op.cases:

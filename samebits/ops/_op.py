@@ -82,6 +82,13 @@ class Op:
     architectures: tuple[str, ...] = ()
     """What the kernel is written for, ``sm_90a``; empty where it is for every one."""
 
+    def is_for(self, device: torch.device) -> bool:
+        """Whether the kernel is written for this device's architecture; on a CPU every one can run."""
+        if not self.architectures or device.type != "cuda":
+            return True
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"sm_{major}{minor}a" in self.architectures
+
     @property
     def moves_bytes(self) -> bool:
         """Whether the time of a call is that of moving its bytes."""

@@ -84,15 +84,12 @@ class Case:
 
     def why_not(self, device: torch.device) -> str | None:
         """Why this GPU cannot run it, or ``None``."""
-        op, case = self._found()
-        return op.unsupported(*case.build(device, 0))
+        op = ops.by_name(self.op)
+        return None if op.is_for(device) else f"the kernel is written for {', '.join(op.architectures)}"
 
     def run(self, workshop: Workshop, device: torch.device, whole: bool) -> Outcome:
-        return rows.case(workshop.op(self.op), self._found()[1], device, 1)
-
-    def _found(self) -> tuple[ops.Op, ops.Case]:
-        op = ops.by_name(self.op)
-        return op, next(case for case in op.cases if case.name == self.name)
+        op = workshop.op(self.op)
+        return rows.case(op, next(case for case in op.cases if case.name == self.name), device, 1)
 
 
 @dataclass(frozen=True)

@@ -121,11 +121,11 @@ class Run:
         signatures seen are shown.
         """
         name = f"calls of torch's {op.library}" if op.library else "calls beside the library's product"
+        if not op.is_for(self.device):
+            self.notes.append(f"{op.name}: not compared here: it is written for {', '.join(op.architectures)}")
+            return
         for case in op.cases if self.whole else ():
             if self.quick and case.name not in op.headline:
-                continue
-            if op.is_product and (reason := op.unsupported(*case.build(self.device, 0))) is not None:
-                self.notes.append(f"{op.name} {case.name}: not compared: {reason}")
                 continue
 
             def run(case: Case = case) -> Outcome:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from samebits.ops import OPS, Op
+
 REASON = "torch sees no NVIDIA GPU here; scripts/gpu runs this ring where there is one"
 
 
@@ -24,6 +26,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+@pytest.fixture(autouse=True)
+def _ops_of_this_gpu(request: pytest.FixtureRequest) -> None:
+    """Skip a test of an op that is written for another architecture."""
+    parameters = getattr(request.node, "callspec", None)
+    if parameters is None or not torch.cuda.is_available():
+        return
+    named = {op.name: op for op in OPS}
+    for value in parameters.params.values():
+        op = named.get(value) if isinstance(value, str) else value
+        if isinstance(op, Op) and not op.is_for(torch.device("cuda", torch.cuda.current_device())):
+            pytest.skip(f"{op.name} is written for {', '.join(op.architectures)}")
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ ADDITIONS = 2.0
 memory. A launch through Triton takes two to three times that, one through torch's own NVRTC wrapper more than five."""
 ADDITIONS_OF_MANY = {"qk_norm_rope": 3.0}
 """The same for a kernel that is handed fifteen tensors, each of which costs."""
-EAGERS = {"gelu_tanh": 2.0, "swiglu": 1.25}
+EAGERS = {"gelu_tanh": 2.0, "swiglu": 1.25, "linear_gelu_tanh": 2.5, "linear_swiglu": 2.5}
 """How many times as long as eager's a call of a site may keep the host: eager's chain is one kernel here, or two, and
 the gate's look at a signature costs as much as half a launch. Every longer chain must be cheaper than eager's."""
 
@@ -40,6 +40,8 @@ def test_host_time_of_a_launch(op: Op, device: torch.device) -> None:
     addition = max(before, addition_us(bench))
     print(row, f"an addition: {addition:.2f} us")
     assert row.get("error") is None
-    if not op.library:  # else it is torch that launches
+    if (
+        op.moves_bytes
+    ):  # else it is torch that launches, or the launch starts a product and keeps the GPU busy for longer
         assert row["us_host_launch"] <= ADDITIONS_OF_MANY.get(op.name, ADDITIONS) * addition
     assert row["us_host_site"] < EAGERS.get(op.name, 1.0) * row["us_host_eager"]
