@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from samebits.bench import evidence, models, variants
 from samebits.bench.comparing import Bench, said
@@ -54,7 +55,8 @@ def record(
     kind : str
         Of the record: its file is ``<kind>.json``.
     add : bool
-        Keep the rows of a record that is there already, but for those that this run measures again.
+        Keep the rows of a record that is there already, but for those that this run measures again. Several such runs
+        may write to one record at the same time, each on a GPU of its own.
 
     Raises
     ------
@@ -63,10 +65,22 @@ def record(
     """
     whole = variants.Outcome()
     source = evidence.source_of(ops, commit)
-    earlier: list[evidence.Row] = []
+
+    def write(folder: Path) -> None:
+        if not add:
+            evidence.Record(kind, command, environment, source, whole.rows).write(folder)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f".{kind}.lock"):
+            commands, rows = [command], whole.rows
+            if (folder / f"{kind}.json").exists():
+                there = evidence.earlier(folder / f"{kind}.json", source, environment)
+                commands = list(dict.fromkeys((*there.command.split("; "), command)))
+                rows = _together(there.rows, whole.rows)
+            evidence.Record(kind, "; ".join(commands), environment, source, rows).write(folder)
+
     if add and folder is not None and (folder / f"{kind}.json").exists():
-        there = evidence.earlier(folder / f"{kind}.json", source, environment)
-        earlier, command = list(there.rows), f"{there.command}; {command}"
+        evidence.earlier(folder / f"{kind}.json", source, environment)  # what speaks against it is said before all else
     for name, size, batch in product(names, sizes, batches):
         where = f"{name} {size}x{size} batch {batch}"
         say(f"{where}: running")
@@ -77,8 +91,7 @@ def record(
         except Exception as error:
             whole.notes.append(f"{where}: {FAILED}: {said(error)}")
         if folder is not None:
-            rows = _together(earlier, whole.rows)
-            evidence.Record(kind, command, environment, source, rows).write(folder)
+            write(folder)
     return whole
 
 

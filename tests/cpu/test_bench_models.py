@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -501,6 +502,29 @@ def test_rows_can_be_added_to_those_of_the_same_source(
     assert [row["size"] for row in evidence.read(tmp_path / "models.json").rows] == [128, 128, 64, 64]
     record(tmp_path, bench)
     assert [row["size"] for row in evidence.read(tmp_path / "models.json").rows] == [64, 64]
+
+
+def test_two_runs_add_to_one_record_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "package_hash", lambda: "same")
+    both = threading.Barrier(2)
+
+    def add(size: int, also: int) -> None:
+        def run(name: str, size: int, batch: int) -> Outcome:
+            both.wait(timeout=20)  # each has begun before the other writes
+            row = {"model": name, "size": size, "batch": batch, "variant": "eager", "ms": 1.0, "bits_equal": True}
+            return Outcome(rows=[row | dict.fromkeys(("launches", "ms_gemm", "ms_attention", "ms_other"), 1)])
+
+        options = {"command": f"of {size}", "environment": {}, "add": True}
+        forwards.record(tmp_path, run, OPS, ("z-image",), (size, also), (1,), **options)
+
+    threads = [threading.Thread(target=add, args=sizes) for sizes in ((64, 128), (256, 512))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    written = evidence.read(tmp_path / "models.json")
+    assert sorted(row["size"] for row in written.rows) == [64, 128, 256, 512]
+    assert sorted(written.command.split("; ")) == ["of 256", "of 64"]
 
 
 @pytest.mark.parametrize(
