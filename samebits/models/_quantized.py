@@ -47,6 +47,11 @@ def why_no_input_scale(name: str, linear: Any) -> str | None:
     return f"{name} finds its scale from each input" if input_scale_of(linear) is None else None
 
 
+def read_by_fp8(part: nn.Module, names: Iterable[str]) -> bool:
+    """Whether one of the linears of ``part`` with these names is in FP8."""
+    return holds_fp8(part._modules.get(name) for name in names)
+
+
 def holds_fp8(linears: Iterable[Any]) -> bool:
     """Whether one of ``linears``, or what it wraps, is in FP8, so that there is something to quantise for."""
     modules = (module for linear in linears if isinstance(linear, nn.Module) for module in linear.modules())
@@ -115,6 +120,28 @@ def _without_forward(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if name != "forward"}
 
 
+def why_not_past(name: str, part: nn.Module, lines: object) -> str | None:
+    """Why ``part`` has to be called as the module that it is; ``lines`` are its own of ours, if it has some."""
+    if lines is None:
+        return f"{name} runs diffusers' own lines"
+    if not is_placed(part):
+        return f"{name} carries a hook or a forward of its own, which must see a tensor"
+    return None
+
+
+def why_not_shared(linears: Mapping[str, Any], shared: SharedScale | None) -> str | None:
+    """The sentence for ``shared.of``, or ``None`` where it gives a scale; ``linears`` are its own, by name."""
+    for name, linear in linears.items():
+        reason = why_no_input_scale(name, linear)
+        if reason is not None:
+            return reason
+    if shared is None or shared.of(list(linears.values())) is not None:
+        return None
+    names = list(linears)
+    told = " and ".join([", ".join(names[:-1]), names[-1]])
+    return f"the input scales of {told} are not known to be one number"
+
+
 @dataclass
 class Parts:
     """What the blocks of one model call past the modules in between."""
@@ -130,6 +157,8 @@ class Inner:
 
     ready: Callable[[dict[str, Any]], bool]
     forward: Callable[..., Any]
+    why_not: Callable[[], str | None]
+    """Why they would answer no call at all."""
 
 
 @dataclass(frozen=True)
@@ -177,23 +206,11 @@ class Readers:
         return self._known[part].forward(x, **arguments) if isinstance(x, QuantizedInput) else part(x, **arguments)
 
     def why_not(self, name: str, part: nn.Module, linears: tuple[str, ...]) -> str | None:
-        """Why ``part``, called ``name``, wants a tensor: a sentence, or ``None`` where nothing is quantised there."""
+        """Why ``part``, called ``name``, wants a tensor: a sentence, or ``None``."""
         found = {linear: part._modules.get(linear) for linear in linears}
-        if not holds_fp8(found.values()):
-            return None
         reader = self._known.get(part)
-        if reader is None:
-            return f"{name} runs diffusers' own lines"
-        if not is_placed(part):
-            return f"{name} carries a hook or a forward of its own, which must see a tensor"
-        for linear, module in found.items():
-            reason = why_no_input_scale(linear, module)
-            if reason is not None:
-                return reason
-        if reader.shared.of(list(found.values())) is None:
-            told = " and ".join([", ".join(linears[:-1]), linears[-1]])
-            return f"the input scales of {told} are not known to be one number"
-        return reader.why_not(None)
+        reason = why_not_past(name, part, reader) or why_not_shared(found, None if reader is None else reader.shared)
+        return reason if reason is not None or reader is None else reader.why_not(None)
 
 
 class QuantizedFeedForward:
@@ -208,6 +225,25 @@ class QuantizedFeedForward:
     def scale(self) -> Tensor | None:
         """The number that its input may be quantised with, or ``None`` where it wants a tensor."""
         return None if self._layers() is None else self._first.of([self._feed_forward.net[0].proj])
+
+    def reads_fp8(self) -> bool:
+        """Whether the linear that reads its input is in FP8."""
+        mlp = self._feed_forward
+        if not self._known:
+            return holds_fp8([mlp])
+        return len(mlp.net) > 0 and holds_fp8([getattr(mlp.net[0], "proj", None)])
+
+    def why_not(self, name: str) -> str | None:
+        """Why the feed-forward, called ``name``, wants a tensor: a sentence, or ``None``."""
+        mlp = self._feed_forward
+        if not self._known:
+            return f"{name} is not the FeedForward that samebits was written against"
+        if not calls_only_forward(mlp.__dict__):
+            return f"{name} carries a hook or a forward of its own, which must see a tensor"
+        if self._layers() is not None:
+            return None
+        linears = {f"{name}.net.0.proj": mlp.net[0].proj, f"{name}.net.{len(mlp.net) - 1}": mlp.net[-1]}
+        return why_not_shared(linears, None) or f"{name} has a hook or another module between its two linears"
 
     def _layers(self) -> tuple[Any, Any] | None:
         mlp = self._feed_forward

@@ -43,6 +43,9 @@ from samebits.models._quantized import (
     as_input,
     is_placed,
     may_quantise,
+    read_by_fp8,
+    why_not_past,
+    why_not_shared,
 )
 from samebits.models._shared_silu import SharedSilu, is_silu_and_one_more
 from samebits.quant.deferred import Deferrals, DeferredBias, why_not_defer
@@ -240,6 +243,10 @@ def _why_not_modulate(block: Any) -> str | None:
     return None
 
 
+_READ = {"img": ("to_q", "to_k", "to_v"), "txt": ("add_q_proj", "add_k_proj", "add_v_proj")}
+"""The attention's linears that read the first norm of a stream."""
+
+
 class AttentionScales:
     """The numbers that the inputs of a block's attention may be quantised with, once for all of its projections."""
 
@@ -261,6 +268,14 @@ class AttentionScales:
         image = image if is_plain_layer_norm(block.img_norm1, width) else None
         text = text if is_plain_layer_norm(block.txt_norm1, width) else None
         return inner, image, text
+
+    def why_not(self, attn: Any, stream: str) -> str | None:
+        """Why the projections of a stream get a tensor: a sentence, or ``None``; for a report."""
+        linears = {name: attn._modules.get(name) for name in _READ[stream]}
+        shared = self._image if stream == "img" else self._text
+        inner = self._parts.attentions.get(attn)
+        reason = why_not_past("attn", attn, inner) or why_not_shared(linears, shared)
+        return reason if reason is not None or inner is None else inner.why_not()
 
 
 def _write_block(
@@ -405,8 +420,19 @@ def _write_block(
             reason = WITH_NEXT.format(f"{stream}_next_norm1")
         return _why_not_modulate(block) or reason
 
+    def why_tensor(stream: str, part: str) -> str | None:
+        """Why the FP8 linears that read a norm get a tensor of it."""
+        name, mlp = f"{stream}_{part}", img_mlp if stream == "img" else txt_mlp
+        if not (read_by_fp8(block.attn, _READ[stream]) if part == "norm1" else mlp.reads_fp8()):
+            return None
+        told = scales.why_not(block.attn, stream) if part == "norm1" else mlp.why_not(f"{stream}_mlp")
+        return why_not_layer_norm(name, getattr(block, name)) or told
+
     for name, line in lines.items():
         line.watch = lambda name=name: why_not(name)
+    for stream in ("img", "txt"):
+        for part in ("norm1", "norm2"):
+            lines[f"{stream}_{part}"].why_tensor = lambda stream=stream, part=part: why_tensor(stream, part)
     return forward
 
 
@@ -512,7 +538,7 @@ def _write_attention(parts: Parts, attn: Any, original: Function, lines: Mapping
             and plain_weights(attn, _NORMS) is not None
         )
 
-    parts.attentions[attn] = Inner(ready, forward)
+    parts.attentions[attn] = Inner(ready, forward, why_not)
 
     line.watch = why_not
     lines["values"].watch = lambda: why_not() or join_values.why_not()

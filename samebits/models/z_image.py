@@ -41,6 +41,7 @@ from samebits.models._quantized import (
     holds_fp8,
     input_scale_of,
     may_quantise,
+    read_by_fp8,
     where_plain,
     why_no_input_scale,
 )
@@ -263,9 +264,9 @@ def _write_block(
         return x
 
     def why_tensor(part: str, linears: tuple[str, ...], norms: str | None) -> str | None:
-        """Why the linears of a part get a tensor: what their norms have to say, or the part."""
-        told = readers.why_not(part, getattr(block, part), linears)
-        return told if norms is None or not holds_fp8(getattr(block, part).children()) else norms
+        """Why the FP8 linears of a part get a tensor: what their norms have to say, or the part."""
+        module = getattr(block, part)
+        return norms or readers.why_not(part, module, linears) if read_by_fp8(module, linears) else None
 
     attention_norm1.watch = lambda: (
         why_not_rms_norm("attention_norm1", block.attention_norm1) or (AHEAD if number > 0 else None)

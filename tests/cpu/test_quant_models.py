@@ -42,6 +42,11 @@ def fp8_qwen(**kind: Any) -> Any:
     return quantised(qwen(BF16, num_layers=3), **kind)
 
 
+def told(handle: Handle) -> list[str]:
+    """What the report says of norms that hand on tensors although FP8 linears read them."""
+    return [note for note in handle.report().notes if "FP8 linears quantise its result themselves" in note]
+
+
 def rows(handle: Handle) -> dict[str, Any]:
     return {row.site: row for row in handle.report().rows}
 
@@ -65,6 +70,7 @@ def test_fused_is_unfused(mask: bool, edit: bool) -> None:
             assert found[f"{block}.{name}.input"].fused + found[f"{block}.{name}.input"].eager == 0
         for name in ("attn.to_out.0", "attn.to_add_out"):
             assert found[f"{block}.{name}.input"].fused + found[f"{block}.{name}.input"].eager == 3
+        assert not told(handle)
     check_same_bits(run(model, inputs), expected)
     assert not any("_quantizer" in module.__dict__ for module in model.modules())
 
@@ -128,19 +134,33 @@ def a_weighted_norm(model: Any) -> None:
     model.transformer_blocks[1].img_norm1 = norm.requires_grad_(False)
 
 
-CHANGES = [
-    other_scale_for_k,
-    hook_on_attn,
-    hook_on_to_q,
-    hook_on_mlp,
-    hook_on_gelu,
-    hook_on_last,
-    hook_on_dropout,
-    own_gelu,
-    own_forward_of_mlp,
-    a_plain_linear,
-    a_weighted_norm,
-]
+def own_feed_forward(model: Any) -> None:
+    class Own(nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Any) -> Any:
+            return self.inner(x) * 2
+
+    model.transformer_blocks[1].img_mlp = Own(model.transformer_blocks[1].img_mlp)
+
+
+BETWEEN = "_mlp has a hook or another module between its two linears"
+CHANGES: dict[Callable[[Any], None], str] = {
+    other_scale_for_k: "img_norm1: {}the input scales of to_q, to_k and to_v are not known to be one number",
+    hook_on_attn: "txt_norm1: {}attn carries a hook",
+    hook_on_to_q: "img_norm1: {}to_q carries a hook",
+    hook_on_mlp: "img_norm2: {}img_mlp carries a hook",
+    hook_on_gelu: "txt_norm2: {}txt" + BETWEEN,
+    hook_on_last: "img_norm2: {}img_mlp.net.2 carries a hook",
+    hook_on_dropout: "img_norm2: {}img" + BETWEEN,
+    own_gelu: "img_norm2: {}img" + BETWEEN,
+    own_forward_of_mlp: "img_norm2: {}img_mlp carries a hook or a forward of its own",
+    a_plain_linear: "img_norm1: {}to_k is a torch.nn.modules.linear.Linear",
+    a_weighted_norm: "img_norm1: {}img_norm1 has a weight or a bias",
+}
+"""Each with what the report says then."""
 
 
 @pytest.mark.parametrize("rounding", [None, "eager"])
@@ -153,7 +173,7 @@ def test_what_stands_between_a_kernel_and_a_linear_is_seen(change: Any, rounding
     )
     theirs, ours = fp8_qwen(), fp8_qwen()
     untouched = run(theirs, inputs)
-    with apply(ours, gate=KernelGate(), **options):
+    with apply(ours, gate=KernelGate(), **options) as handle:
         run(ours, inputs)
         change(theirs)
         change(ours)
@@ -165,6 +185,28 @@ def test_what_stands_between_a_kernel_and_a_linear_is_seen(change: Any, rounding
         assert not same_bits(expected, untouched)
         for _ in range(2):
             check_same_bits(run(ours, inputs), expected)
+        words = CHANGES[change].format("FP8 linears quantise its result themselves, because ")
+        assert [note for note in told(handle) if note.startswith(f"1 x {words}")]
+        assert len(told(handle)) == (2 if change is hook_on_attn else 1)
+
+
+def test_somebodys_own_feed_forward_is_told() -> None:
+    model, inputs = fp8_qwen(), qwen_inputs(BF16)
+    own_feed_forward(model)
+    expected = run(model, inputs)
+    with apply(model, gate=KernelGate()) as handle:
+        check_same_bits(run(model, inputs), expected)
+        (note,) = told(handle)
+    assert "because img_mlp is not the FeedForward that samebits was written against" in note
+    assert not told(handle), "taken off, there is nothing to say"
+
+
+def test_without_fp8_there_is_nothing_to_say() -> None:
+    model, inputs = qwen(BF16), qwen_inputs(BF16)
+    model.transformer_blocks[1].attn.register_forward_hook(lambda module, args, output: output)
+    with apply(model, gate=KernelGate()) as handle:
+        run(model, inputs)
+        assert not told(handle)
 
 
 def test_gradients_and_autocast_run_diffusers_own_lines() -> None:
