@@ -30,7 +30,8 @@ class Schedule:
     ----------
     order : int
         In which order the threads of a block run up to their next barrier: 0 ascending, 1 descending, any other
-        number is the seed of a shuffle.
+        number is the seed of a shuffle. Copies of boxes to shared memory are done at once where it is 0, else as late
+        as can be.
     workers : int or None
         OS threads that share the blocks; ``None`` decides by the size of the launch.
     """
@@ -85,16 +86,13 @@ class Library:
             _libraries.add(self)
 
     def parameters(self, kernel: str) -> tuple[str, ...]:
-        """The compiler's own view of each parameter of a kernel: ``p8``, ``i4``, ``u8``, ``f4``, ``b1``.
+        """The compiler's own view of each parameter of a kernel: ``p8``, ``i4``, ``u8``, ``f4``, ``b1``, ``t128``.
 
         The single word ``absent`` for a kernel that the constants leave out.
         """
         describe = self._library[f"samebits_parameters_{kernel}"]
         describe.restype = ctypes.c_char_p
-        words = describe().decode().split()
-        if len(words) != 2:
-            return tuple(words)
-        return tuple(letter + size for letter, size in zip(*words, strict=True))
+        return tuple(describe().decode().split())
 
     def launch(
         self,

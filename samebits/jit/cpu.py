@@ -11,7 +11,7 @@ from samebits.jit.kernel import BoundKernel, Dimensions, Kernel
 from samebits.jit.signature import Parameter, kernel_names
 from samebits.jit.source import Source, define_options
 
-_LETTERS = {"pointer": "p", "bool": "b", "int": "i", "uint": "u", "float": "f"}
+_LETTERS = {"pointer": "p", "bool": "b", "int": "i", "uint": "u", "float": "f", "tensor_map": "t"}
 
 
 class HostToolchain:

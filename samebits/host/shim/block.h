@@ -9,15 +9,18 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "hopper.h"
 #include "switch.h"
 #include "threads.h"
 
 namespace samebits {
 
-enum class State { ready, at_block_barrier, at_warp, finished };
+enum class State { ready, at_block_barrier, at_cluster, at_group, at_phase, at_products, at_warp, finished };
 
 struct WarpCall {  // what a thread brings to a warp operation, and what it gets
   Operation operation;
@@ -27,13 +30,52 @@ struct WarpCall {  // what a thread brings to a warp operation, and what it gets
   uint64_t value;
 };
 
+struct Load {  // a box on its way to shared memory
+  unsigned char* to;
+  TensorMap from;
+  Barrier* done;
+  int column, row;
+};
+
+struct Store {  // and one on its way back
+  TensorMap to;
+  const unsigned char* from;
+  int column, row;
+  bool begun;
+};
+
+struct Product {  // of tiles, and where this thread's sums are
+  float* sums;
+  MatrixView a, b;
+  bool add;
+  size_t group;  // it belongs to, counted by products_end
+
+  bool operator==(const Product& other) const {  // but for the sums
+    return a.tile == other.a.tile && a.column == other.a.column && b.tile == other.b.tile && b.column == other.b.column &&
+           add == other.add && group == other.group;
+  }
+};
+
+struct Group {  // of warps that meet at group_sync
+  uint32_t threads = 0;
+  uint32_t arrived = 0;
+};
+
 struct Fibre : Thread {
   Context context;
   State state;
   WarpCall call;
+  int group;               // where it waits at group_sync
+  const Barrier* barrier;  // and at barrier_wait
+  unsigned parity;
+  std::vector<Store> stores;
+  std::vector<Product> products;
+  size_t groups_begun;
+  size_t groups_left;  // that products_wait does not wait for
 };
 
 struct Block : Place {
+  static constexpr int groups_count = 16;
   std::vector<Fibre> fibres;
   std::vector<uint32_t> order;
   Context scheduler;
@@ -41,6 +83,10 @@ struct Block : Place {
   const void* body_data;
   uint32_t live = 0;
   uint32_t at_barrier = 0;
+  uint32_t at_cluster = 0;
+  Group groups[groups_count];
+  bool loads_are_late = false;
+  std::deque<Load> loads;
   std::string error;
 };
 
@@ -182,28 +228,76 @@ inline void check_finished(const Fibre& finished) {
   }
 }
 
-// __syncthreads counts the threads that have not returned.
-inline void check_barrier() {
-  if (here().live == 0 || here().at_barrier != here().live) return;
-  here().at_barrier = 0;
+// Threads that wait at a barrier may go on.
+template <class Which>
+void release(State state, Which which) {
   for (Fibre& fibre : here().fibres)
-    if (fibre.state == State::at_block_barrier) fibre.state = State::ready;
+    if (fibre.state == state && which(fibre)) fibre.state = State::ready;
+}
+inline bool everyone(const Fibre&) { return true; }
+
+// __syncthreads and cluster_sync count the threads that have not returned.
+inline void check_barriers() {
+  if (here().live == 0) return;
+  if (here().at_barrier == here().live) {
+    here().at_barrier = 0;
+    release(State::at_block_barrier, everyone);
+  }
+  if (here().at_cluster == here().live) {
+    here().at_cluster = 0;
+    release(State::at_cluster, everyone);
+  }
+}
+
+// group_sync counts the threads that have come.
+inline void check_group(const Fibre& arrived) {
+  const int number = arrived.group;
+  Group& group = here().groups[number];
+  if (++group.arrived < group.threads) return;
+  group.arrived = 0;
+  release(State::at_group, [number](const Fibre& fibre) { return fibre.group == number; });
+}
+
+void check_products(const Fibre& arrived);  // asynchronous.h
+void copy_to_shared(const Load& load);
+
+inline std::string example_of(const Fibre& fibre) {
+  char text[160];
+  const unsigned thread = fibre.number;
+  if (fibre.state == State::at_warp) {
+    std::snprintf(text, sizeof text, "thread %u at %s, mask 0x%08x", thread, spelling(fibre.call.operation), fibre.call.mask);
+  } else if (fibre.state == State::at_group) {
+    const Group& group = here().groups[fibre.group];
+    std::snprintf(text, sizeof text, "thread %u at number %d, where %u of %u have come", thread, fibre.group, group.arrived, group.threads);
+  } else if (fibre.state == State::at_phase) {
+    std::snprintf(text, sizeof text, "thread %u for a phase of parity %u, which lacks %u arrivals and %d bytes", thread, fibre.parity,
+                  unsigned(fibre.barrier->pending), int(fibre.barrier->bytes));
+  } else {
+    std::snprintf(text, sizeof text, "thread %u", thread);
+  }
+  return text;
 }
 
 inline void explain_deadlock() {
-  uint32_t at_warp = 0;
-  const Fibre* example = nullptr;
-  for (const Fibre& fibre : here().fibres) {
-    if (fibre.state != State::at_warp) continue;
-    ++at_warp;
-    example = &fibre;
+  static const std::pair<State, const char*> places[] = {
+      {State::at_block_barrier, "__syncthreads"}, {State::at_warp, "a warp operation"},     {State::at_cluster, "cluster_sync"},
+      {State::at_group, "group_sync"},            {State::at_phase, "barrier_wait"},        {State::at_products, "products_wait"},
+  };
+  std::string text;
+  for (const auto& [state, place] : places) {
+    uint32_t count = 0;
+    const Fibre* example = nullptr;
+    for (const Fibre& fibre : here().fibres) {
+      if (fibre.state != state) continue;
+      ++count;
+      example = &fibre;
+    }
+    if (!count && state != State::at_block_barrier && state != State::at_warp) continue;
+    text += std::to_string(count) + " at " + place;
+    if (example && state != State::at_block_barrier) text += " (for example " + example_of(*example) + ")";
+    text += ", ";
   }
-  char where[96] = "";
-  if (example)
-    std::snprintf(where, sizeof where, " (for example thread %u at %s, mask 0x%08x)", example->number,
-                  spelling(example->call.operation), example->call.mask);
-  fail("the threads wait for each other for ever: %u at __syncthreads, %u at a warp operation%s, %zu returned",
-       here().at_barrier, at_warp, where, here().fibres.size() - here().live);
+  fail("the threads wait for each other for ever: %s%zu returned", text.c_str(), here().fibres.size() - here().live);
 }
 
 void wait_for_block() { wait(State::at_block_barrier); }
@@ -241,10 +335,15 @@ class Stacks {
 inline bool run_block(Stacks& stacks) {
   for (Fibre& fibre : here().fibres) {
     fibre.state = State::ready;
+    fibre.stores.clear();
+    fibre.products.clear();
+    fibre.groups_begun = 0;
     prepare(fibre.context, stacks.at(fibre.number), Stacks::bytes, fibre_main);
   }
   here().live = static_cast<uint32_t>(here().fibres.size());
-  here().at_barrier = 0;
+  here().at_barrier = here().at_cluster = 0;
+  for (Group& group : here().groups) group = {};
+  here().loads.clear();
   while (here().live) {
     bool progress = false;
     for (uint32_t number : here().order) {
@@ -258,21 +357,35 @@ inline bool run_block(Stacks& stacks) {
         check_warp(fibre);
       } else if (fibre.state == State::at_block_barrier) {
         ++here().at_barrier;
-        check_barrier();
+        check_barriers();
+      } else if (fibre.state == State::at_cluster) {
+        ++here().at_cluster;
+        check_barriers();
+      } else if (fibre.state == State::at_group) {
+        check_group(fibre);
+      } else if (fibre.state == State::at_products) {
+        check_products(fibre);
       } else if (fibre.state == State::finished) {
         --here().live;
+        if (!fibre.stores.empty()) fail("thread %u returned and did not wait for its stores", number);
         check_finished(fibre);
-        check_barrier();
+        check_barriers();
       }
       if (!stacks.intact(number)) fail("thread %u needs more than %zu bytes of stack", number, Stacks::bytes);
       if (!here().error.empty()) return false;
     }
-    if (!progress) {
+    if (progress) continue;
+    if (here().loads.empty()) {
       explain_deadlock();
       return false;
     }
+    const Load load = here().loads.front();
+    here().loads.pop_front();
+    copy_to_shared(load);
+    if (!here().error.empty()) return false;
   }
-  return true;
+  if (!here().loads.empty()) fail("all threads have returned, and nobody has waited for %zu loads", here().loads.size());
+  return here().error.empty();
 }
 
 }  // namespace samebits

@@ -3,9 +3,11 @@
 
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <type_traits>
 #include <utility>
 
+#include "hopper.h"
 #include "vectors.h"
 
 namespace samebits {
@@ -21,7 +23,7 @@ struct Launch {
   dim3 grid, block;
   uint32_t shared_bytes;
   uint32_t workers;  // OS threads
-  uint64_t order;    // of the threads in a block: 0 ascending, 1 descending, else shuffled by this seed
+  uint64_t order;    // of the threads in a block: 0 ascending, 1 descending, else shuffled by this seed; 0 loads boxes at once
   DynamicShared (*shared)();
   void (*body)(const void*);  // one thread of the kernel
   const void* body_data;
@@ -30,11 +32,13 @@ struct Launch {
 // Runs all blocks. Returns 0, or 1 with the reason in `message`.
 int run(const Launch& launch, char* message, uint64_t message_bytes);
 
+// The value of a parameter; of a TensorMap the slot has the address.
 template <class T>
 T take(uint64_t slot) {
-  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof slot, "a parameter must fit a slot");
+  constexpr bool by_address = std::is_same_v<T, TensorMap>;
+  static_assert(std::is_trivially_copyable_v<T> && (by_address || sizeof(T) <= sizeof slot), "a parameter must fit a slot");
   T value;
-  std::memcpy(&value, &slot, sizeof value);
+  std::memcpy(&value, by_address ? reinterpret_cast<const void*>(slot) : &slot, sizeof value);
   return value;
 }
 
@@ -61,20 +65,21 @@ int launch_typed(void (*kernel)(Parameters...), Launch launch, const uint64_t* s
   return run(launch, message, bytes);
 }
 
-// How the compiler understood a parameter: a letter and its bytes, compared with what was read from the text.
+// How the compiler understood the parameters: a letter and the bytes of each, compared with what was read from the text.
 template <class T>
 constexpr char letter_of() {
   if (std::is_pointer_v<T>) return 'p';
   if (std::is_same_v<T, bool>) return 'b';
   if (std::is_floating_point_v<T>) return 'f';
   if (std::is_integral_v<T>) return std::is_signed_v<T> ? 'i' : 'u';
+  if (std::is_same_v<T, TensorMap>) return 't';
   return '?';
 }
 
 template <class... Parameters>
 const char* describe_parameters(void (*)(Parameters...)) {
-  static constexpr char text[] = {letter_of<Parameters>()..., ' ', '0' + sizeof(Parameters)..., 0};
-  return text;
+  static const std::string text = ((letter_of<Parameters>() + std::to_string(sizeof(Parameters)) + " ") + ... + std::string());
+  return text.c_str();
 }
 
 struct Absent {  // stands for a kernel that the constants leave out

@@ -20,6 +20,7 @@
 #include "recorded.h"
 #include "arithmetic.h"
 #include "halves.h"
+#include "hopper.h"
 #include "memory.h"
 #include "launch.h"
 
@@ -30,6 +31,7 @@
 #define __shared__ thread_local  // an OS thread runs one block at a time
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) alignas(n)
 #define __grid_constant__
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "asynchronous.h"
 #include "bits.h"
 #include "block.h"
 #include "launch.h"
@@ -42,6 +43,7 @@ static std::string run_blocks(const Launch& launch, std::atomic<uint64_t>& next,
   mine.grid = launch.grid;
   mine.body = launch.body;
   mine.body_data = launch.body_data;
+  mine.loads_are_late = launch.order != 0;
   mine.fibres.resize(threads);
   mine.order.resize(threads);
   arrange(mine.order, launch.order);
