@@ -38,7 +38,8 @@ class Map:
 
     def __init__(self, matrix: U16, box_rows: int) -> None:
         self.matrix = matrix
-        content = encode_on_cpu(matrix.ctypes.data, *matrix.shape, matrix.strides[0], box_rows)
+        rows, columns = matrix.shape
+        content = encode_on_cpu(matrix.ctypes.data, rows, columns, matrix.strides[0], box_rows)
         self.blob = ctypes.create_string_buffer(content, 128)
         self.address = ctypes.addressof(self.blob)
 
@@ -73,13 +74,16 @@ def box_of(matrix: U16, row: int, column: int, box_rows: int) -> U16:
     rows, columns = np.arange(row, row + box_rows)[:, None], np.arange(column, column + 64)[None]
     inside = (rows >= 0) & (rows < matrix.shape[0]) & (columns >= 0) & (columns < matrix.shape[1])
     picked = matrix[rows.clip(0, matrix.shape[0] - 1), columns.clip(0, matrix.shape[1] - 1)]
-    return np.where(inside, picked, np.uint16(0))
+    box: U16 = np.where(inside, picked, np.uint16(0))
+    return box
 
 
 def swizzled(box: U16) -> U16:
     """Rows of 128 bytes: of row r the 16 bytes number c at place ``c ^ (r % 8)``. It is its own inverse."""
     rows = np.arange(box.shape[0])[:, None]
-    return box.reshape(-1, 8, 8)[rows, np.arange(8)[None] ^ (rows % 8)].reshape(box.shape)
+    places = np.arange(8)[None] ^ (rows % 8)
+    moved: U16 = box.reshape(-1, 8, 8)[rows, places].reshape(box.shape)
+    return moved
 
 
 # ---- boxes ----------------------------------------------------------------------------------------------------------
