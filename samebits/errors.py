@@ -62,6 +62,19 @@ class DeferredBiasError(SamebitsError, TypeError):
         super().__init__(message, problem=problem)
 
 
+class LoraFusingError(SamebitsError, TypeError):
+    """LoRA weights were to be added to quantised weights."""
+
+    template = (
+        "fuse_lora would add a LoRA to the bytes of {count} quantised linears (the first is {first}), where there is "
+        "nothing to add to. Use the LoRA unfused, which works, or take it off with unload_lora(); to fuse it, load the "
+        "model's unquantised (bf16) weights."
+    )
+
+    def __init__(self, message: str | None = None, *, count: int = 0, first: str = "") -> None:
+        super().__init__(message, count=count, first=first)
+
+
 class KernelArgumentError(SamebitsError, TypeError):
     """A value handed to a kernel does not fit the C type its source declares."""
 

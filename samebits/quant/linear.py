@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from samebits.quant._export_config import GROUP
 from samebits.quant._fp4 import dequantize, fp4_native, why_no_fp4
 from samebits.quant._fp8 import FP8, QuantizedInput, dynamic_scale, quantize_fp8
+from samebits.quant._lora import refuse_fusing
 from samebits.quant._scaled_mm import finish, fp8_native, fp8_reference, why_no_fp8
 
 
@@ -86,6 +87,17 @@ class QuantizedLinear(nn.Linear):
         if "weight" in ours:
             state_dict = {**state_dict, f"{prefix}weight": ours["weight"].view(torch.uint8)}
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> QuantizedLinear:
+        """As any module's.
+
+        Raises
+        ------
+        LoraFusingError
+            ``fn`` is diffusers' and would fuse a LoRA into quantised weights.
+        """
+        refuse_fusing(fn, self, QuantizedLinear)
+        return super().apply(fn)
 
     def _note(self, device: torch.device) -> None:
         if not torch.compiler.is_compiling() and self._ran_on != device:

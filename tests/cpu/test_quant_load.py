@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import samebits
 from samebits import tiny
 from samebits.cli import main
-from samebits.errors import CheckpointError, ModelError
+from samebits.errors import CheckpointError, LoraFusingError, ModelError
 from samebits.gate import COMPARED
 from samebits.quant import Fp8Linear, NvFp4Linear, QuantizedLinear, how_linears_run, load, loader, read_export
 
@@ -356,11 +356,51 @@ def test_lora_works_beside_quantised_weights_and_is_not_fused_into_them(exports:
             assert parameter.dtype.is_floating_point
             parameter.data.normal_(std=0.1)
     assert not same_bits(latents(pipeline), wanted)
-    with pytest.raises(Exception, match=r"."):
-        transformer.fuse_lora()
+    beside = latents(pipeline)
+    for fuse in (transformer.fuse_lora, pipeline.fuse_lora):
+        for more in ({}, {"safe_fusing": True}, {"lora_scale": 0.5}, {"adapter_names": ["default"]}):
+            with pytest.raises(
+                LoraFusingError, match=r"6 quantised linears \(the first is transformer_blocks\.0\.attn\."
+            ):
+                fuse(**more)
+    check_same_bits(latents(pipeline), beside)  # not even its scale moved
     transformer.unload_lora()
     assert all(torch.equal(value, before[name]) for name, value in transformer.state_dict().items())
     check_same_bits(latents(pipeline), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Already:UserWarning")  # peft says so of adapters and of what is not fused
+def test_lora_on_what_is_not_quantised_is_fused(exports: Path) -> None:
+    from peft import LoraConfig
+
+    transformer = pipeline_of(exports, QWEN, "FP8").transformer
+    plain = next(name for name, module in transformer.named_modules() if type(module) is nn.Linear)
+    transformer.add_adapter(LoraConfig(r=4, target_modules=[plain], init_lora_weights=False))
+    weight = transformer.get_submodule(plain).base_layer.weight
+    before = weight.clone()
+    transformer.fuse_lora()
+    assert not torch.equal(weight, before)
+    transformer.unfuse_lora()
+    # Another adapter, on both kinds: the first can still be chosen, the second cannot.
+    config = LoraConfig(r=4, target_modules=[plain, "to_out.0"], init_lora_weights=False)
+    transformer.add_adapter(config, adapter_name="both")
+    transformer.fuse_lora(adapter_names=["default"])
+    transformer.unfuse_lora()
+    with pytest.raises(LoraFusingError, match="unload_lora"):
+        transformer.fuse_lora(adapter_names=["both"])
+
+
+def test_a_function_that_is_applied_reaches_quantised_linears(exports: Path) -> None:
+    """The control of the refusal: anything but fusing passes, also under the same name."""
+    transformer = pipeline_of(exports, QWEN, "FP8").transformer
+    seen: list[nn.Module] = []
+
+    def _fuse_lora_apply(module: nn.Module) -> None:
+        seen.append(module)
+
+    transformer.apply(_fuse_lora_apply)
+    assert sum(isinstance(module, QuantizedLinear) for module in seen) > 8
+    transformer.fuse_lora()  # nothing is around any linear
 
 
 def test_projections_that_diffusers_fuses_are_left_alone(exports: Path) -> None:
