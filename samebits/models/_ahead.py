@@ -6,6 +6,9 @@ the values by proof and never by guess: only for the same tensor objects, to whi
 own count of writes, in the same lane (stream and capture). Where anything else stands between the two blocks, a
 ControlNet's residual, a cache that skips a block, a hook that loads its weights, the values are not computed or not
 taken, and the next block computes its own.
+
+torch counts no write through ``.data`` into the memory that is there. So nothing is done ahead while anybody's code
+could run in between: a hook, or a forward that somebody placed, on the block or on any module in it.
 """
 
 from __future__ import annotations
@@ -146,7 +149,8 @@ class LookAhead:
         """The block after block ``number`` if its first lines may be done now, else ``None``.
 
         What is hooked onto a block may load its weights, change its input or skip it, so there must be nothing
-        between the two blocks; whether the norm and the modulation of the next block are plain is for the caller.
+        between the two blocks, nor in the first one, whose later modules run after the lines that are done ahead.
+        Whether the norm and the modulation of the next block are plain is for the caller.
         """
         following = self._blocks.get(number + 1)
         if (
@@ -157,8 +161,8 @@ class LookAhead:
             # Writes to tensors of the inference mode are not counted.
             or torch.is_inference_mode_enabled()
             or stream.is_inference()
-            or not _only_look(block.__dict__["_forward_hooks"])
-            or not _is_called_as_it_is(following.__dict__)
+            or not _is_called_as_it_is(following)
+            or not _nobody_else_in(block)
         ):
             return None
         return following if self._boundaries[number + 1].open() else None
@@ -212,15 +216,45 @@ def _only_look(hooks: Mapping[int, Any]) -> bool:
     return all(getattr(hook, "only_looks", False) for hook in hooks.values())
 
 
-def _is_called_as_it_is(attributes: dict[str, Any]) -> bool:
-    """Whether calling a block with these attributes runs its own forward, or ours, before anything else."""
+def _is_placed_by_us(module: nn.Module, forward: Any) -> bool:
+    """Whether ``forward``, on the instance, is the one that stands for the class's own and says so.
+
+    accelerate's and diffusers' hooks put a partial there, and people functions and methods of theirs.
+    """
+    return type(forward) is types.MethodType and getattr(forward, "__wrapped__", None) is type(module).forward
+
+
+def _is_called_as_it_is(block: nn.Module) -> bool:
+    """Whether calling ``block`` runs our forward before anything else."""
+    attributes = block.__dict__
     return (
         _only_look(attributes["_forward_pre_hooks"])
         and not attributes["_backward_pre_hooks"]
-        # accelerate's and diffusers' hooks put a partial there; they may bring the block's weights only now.
-        and type(attributes.get("forward")) is types.MethodType
+        and _is_placed_by_us(block, attributes.get("forward"))
         and attributes.get("_compiled_call_impl") is None
     )
+
+
+def _nobody_else_in(block: nn.Module) -> bool:
+    """Whether a call of ``block`` runs no code that somebody put onto it or onto a module in it.
+
+    Asked at every call: the modules are walked by their dictionaries, in a few microseconds. Hooks for all modules of
+    the process are no matter: while there is one, no forward of ours runs.
+    """
+    modules: list[Any] = [block]
+    while modules:
+        module = modules.pop()
+        attributes = module.__dict__
+        before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
+        if (before and not _only_look(before)) or (after and not _only_look(after)):
+            return False
+        forward = attributes.get("forward")
+        if forward is not None and not _is_placed_by_us(module, forward):
+            return False
+        children = attributes["_modules"]
+        if children:
+            modules += [child for child in children.values() if child is not None]
+    return True
 
 
 def may_run_early(modulation: nn.Module, source: Tensor) -> bool:

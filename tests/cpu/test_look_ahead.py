@@ -26,6 +26,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
 from samebits.apply import Handle, apply
+from samebits.models import _ahead
 from samebits.models._ahead import LookAhead, may_run_early
 from samebits.quant import Fp8Linear
 
@@ -65,6 +66,12 @@ def test_only_the_first_block_computes_its_first_norm(name: str, dtype: torch.dt
             assert first_norms(handle) == [calls] + [0] * (BLOCKS - 1)
         never = [why for row in handle.report().rows for why, count in row.reasons.items() if not count]
     assert sum("its lines run" in why for why in never) >= ACROSS[name]
+
+
+def across(handle: Handle, block: str = "") -> int:
+    """Calls that reached over a boundary, of one block or of all."""
+    rows = (row for row in handle.report().rows if row.site.startswith(block) and row.site.endswith("next_norm1"))
+    return sum(row.fused + row.eager for row in rows)
 
 
 def hook_before(model: Any) -> None:
@@ -129,6 +136,76 @@ def weights_elsewhere_for_the_next_block(model: Any) -> None:
             weight.data = weight.data * 1.25
 
     part.register_forward_hook(stream)
+
+
+def part_that_runs_last(model: Any) -> tuple[Any, Any]:
+    """A module of the first block whose call comes after the next one's modulation, where there is one; that block."""
+    first, second = blocks_of(model)[:2]
+    return (first.txt_mlp.net[2] if hasattr(first, "txt_mlp") else first.feed_forward), second
+
+
+def write_in_place(block: Any) -> None:
+    """Write to the memory of a block's modulation as torch counts no write: neither object, address nor count moves."""
+    for weight in (block.img_mod if hasattr(block, "img_mod") else block.adaLN_modulation).parameters():
+        before = weight._version, weight.data_ptr()
+        weight.data.mul_(1.25)
+        assert (weight._version, weight.data_ptr()) == before
+
+
+def uncounted_write_from_a_hook(model: Any) -> None:
+    part, block = part_that_runs_last(model)
+    part.register_forward_hook(lambda *_: write_in_place(block))
+
+
+def uncounted_write_from_a_pre_hook(model: Any) -> None:
+    part, block = part_that_runs_last(model)
+    part.register_forward_pre_hook(lambda *_: write_in_place(block))
+
+
+def uncounted_write_from_a_hook_of_diffusers(model: Any) -> None:
+    part, block = part_that_runs_last(model)
+
+    class Writes(ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            write_in_place(block)
+            return output
+
+    HookRegistry.check_if_exists_or_initialize(part).register_hook(Writes(), "writes")
+
+
+def uncounted_write_from_a_function(model: Any) -> None:
+    part, block = part_that_runs_last(model)
+    own = part.forward
+
+    def forward(x: torch.Tensor) -> Any:
+        write_in_place(block)
+        return own(x)
+
+    part.forward = forward
+
+
+def uncounted_write_from_a_method(model: Any) -> None:
+    """As a bound method, which is what our own forwards are."""
+    part, block = part_that_runs_last(model)
+    own = part.forward
+
+    def forward(self: nn.Module, x: torch.Tensor) -> Any:
+        write_in_place(block)
+        return own(x)
+
+    part.forward = forward.__get__(part)
+
+
+def uncounted_write_before_the_block(model: Any) -> None:
+    """The method is on the next block itself, calls what was there, and is given what it would be given."""
+    block = blocks_of(model)[1]
+    own = block.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        write_in_place(block)
+        return own(*args, **kwargs)
+
+    block.forward = forward.__get__(block)
 
 
 def another_eps_from_inside_a_block(model: Any) -> None:
@@ -196,6 +273,12 @@ STAND_BETWEEN = [
     hook_that_writes_after,
     hook_that_only_says_it_looks,
     weights_before_the_next_block,
+    uncounted_write_from_a_hook,
+    uncounted_write_from_a_pre_hook,
+    uncounted_write_from_a_hook_of_diffusers,
+    uncounted_write_from_a_function,
+    uncounted_write_from_a_method,
+    uncounted_write_before_the_block,
     another_eps_from_inside_a_block,
     a_hook_on_the_norm_from_inside_a_block,
     weights_elsewhere_for_the_next_block,
@@ -223,6 +306,49 @@ def test_whatever_stands_between_two_blocks_is_seen(name: str, change: Callable[
             check_same_bits(run(ours, inputs), expected)
 
 
+FROM_INSIDE = [
+    weights_before_the_next_block,
+    weights_elsewhere_for_the_next_block,
+    another_eps_from_inside_a_block,
+    a_hook_on_the_norm_from_inside_a_block,
+]
+
+
+@pytest.mark.parametrize("overlooked", [False, True], ids=["seen", "overlooked"])
+@pytest.mark.parametrize("change", FROM_INSIDE, ids=lambda change: change.__name__)
+def test_what_was_done_ahead_is_not_taken_after_a_change(
+    change: Callable[[Any], None], overlooked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around those hooks it is not even done. Where they are overlooked, as code that is no hook would be, it is."""
+    if overlooked:
+        monkeypatch.setattr(_ahead, "_nobody_else_in", lambda block: True)
+    untouched, inputs = build("qwen")
+    plain = run(untouched, inputs)
+    theirs, ours = build("qwen")[0], build("qwen")[0]
+    change(theirs)
+    change(ours)
+    with apply(ours, gate=KernelGate()) as handle:
+        for calls in (1, 2, 3):
+            expected = run(theirs, inputs)
+            assert not same_bits(expected, plain)
+            check_same_bits(run(ours, inputs), expected)
+            if calls == 1 or not overlooked:  # a norm that has another eps by now is done ahead with that one
+                assert first_norms(handle)[:2] == [calls, calls]
+        assert (across(handle, "transformer_blocks.0") > 0) is overlooked
+
+
+def test_the_uncounted_write_is_seen_by_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: where the hook is overlooked, the picture is another."""
+    theirs, ours = build("qwen")[0], build("qwen")[0]
+    inputs = build("qwen")[1]
+    uncounted_write_from_a_hook(theirs)
+    uncounted_write_from_a_hook(ours)
+    with apply(ours, gate=KernelGate()):
+        check_same_bits(run(ours, inputs), run(theirs, inputs))
+        monkeypatch.setattr(_ahead, "_nobody_else_in", lambda block: True)
+        assert not same_bits(run(ours, inputs), run(theirs, inputs))
+
+
 @pytest.mark.parametrize("name", ACROSS)
 def test_a_hook_that_only_looks_leaves_it_on(name: str) -> None:
     model, inputs = build(name)
@@ -235,10 +361,20 @@ def test_a_hook_that_only_looks_leaves_it_on(name: str) -> None:
     look.only_looks = True  # type: ignore[attr-defined]
     for block in blocks_of(model):
         block.register_forward_hook(look)
+        (block.txt_mlp.net[2] if name == "qwen" else block.feed_forward).register_forward_hook(look)
     with apply(model, gate=KernelGate()) as handle:
         check_same_bits(run(model, inputs), expected)
         assert first_norms(handle) == [1] + [0] * (BLOCKS - 1)
-    assert len(seen) == BLOCKS
+        seen_then = len(seen)
+        # A hook that says nothing of itself, in the last but one block: only the step from there is left out.
+        hook = blocks_of(model)[-2].attn if name == "qwen" else blocks_of(model)[-2].attention
+        removable = hook.register_forward_hook(lambda *_: None)
+        check_same_bits(run(model, inputs), expected)
+        assert first_norms(handle) == [2] + [0] * (BLOCKS - 2) + [1]
+        removable.remove()
+        check_same_bits(run(model, inputs), expected)
+        assert first_norms(handle) == [3] + [0] * (BLOCKS - 2) + [1]
+    assert seen_then == 2 * BLOCKS
 
 
 def test_values_that_nobody_takes_are_soon_not_computed() -> None:
@@ -250,18 +386,17 @@ def test_values_that_nobody_takes_are_soon_not_computed() -> None:
     expected, plain = run(model, with_residuals), run(model, inputs)
     assert not same_bits(expected, plain)
 
-    def across(inputs: dict[str, Any], expected: tuple[torch.Tensor, ...]) -> int:
-        """Calls that reached over a boundary in one more forward."""
-        before = sum(row.fused + row.eager for row in handle.report().rows if row.site.endswith("next_norm1"))
+    def in_one_more(inputs: dict[str, Any], expected: tuple[torch.Tensor, ...]) -> int:
+        before = across(handle)
         check_same_bits(run(model, inputs), expected)
-        return sum(row.fused + row.eager for row in handle.report().rows if row.site.endswith("next_norm1")) - before
+        return across(handle) - before
 
     with apply(model, gate=KernelGate()) as handle:
-        tried = [across(with_residuals, expected) for _ in range(12)]
+        tried = [in_one_more(with_residuals, expected) for _ in range(12)]
         assert [number for number, calls in enumerate(tried) if calls] == [0, 2, 5, 10]
         assert set(tried) == {0, ACROSS["qwen"]}
         # The ControlNet is gone: within as many forwards as it waits, it is tried again, and then always.
-        back = [across(inputs, plain) for _ in range(12)]
+        back = [in_one_more(inputs, plain) for _ in range(12)]
         assert back == [0] * 7 + [ACROSS["qwen"]] * 5
 
 
