@@ -80,7 +80,7 @@ KNOWN_BY = {
         ("rich", "apply proof bench cli"),
         ("matplotlib", "bench"),
         ("msgspec", "certificate quality"),
-        ("filelock", "certificate"),
+        ("filelock", "certificate bench"),
         ("jinja2", "proof quality"),
         ("torchmetrics", "quality"),
         ("flip_evaluator", "quality"),
