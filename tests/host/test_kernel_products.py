@@ -7,6 +7,7 @@ that is not zero. A cluster has one block.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 from pathlib import Path
 
@@ -16,13 +17,15 @@ import pytest
 import torch
 from binary32 import decode, encode
 from kernel_inputs import BF16
-from kernel_runs import GuardedOutput, needs_compiler
+from kernel_runs import GuardedOutput, difference, needs_compiler
 
 import samebits.ops
 from samebits import host, jit
 from samebits.bits import compare
 from samebits.errors import LaunchError
 from samebits.host.tensor_map import encode_on_cpu
+from samebits.ops import by_name
+from samebits.ops._library import blas_state
 
 pytestmark = needs_compiler
 Tensor = torch.Tensor
@@ -99,30 +102,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def gelu_problem(x: Tensor, w: Tensor, bias: Tensor, blocks: int, **changes: object) -> str | None:
     """What is wrong with the GELU of a linear, or ``None``."""
     y, problem = run("linear_gelu_tanh", x, (w,), bias, blocks, **changes)  # type: ignore[arg-type]
-    difference = compare((y,), (aten_chains.gelu_tanh(linear(x, w, bias)),))
-    return problem or (str(difference) if difference is not None else None)
+    found = compare((y,), (aten_chains.gelu_tanh(linear(x, w, bias)),))
+    return problem or (str(found) if found is not None else None)
 
 
 def swiglu_problem(x: Tensor, gate: Tensor, up: Tensor, blocks: int, **changes: object) -> str | None:
     """What is wrong with the SwiGLU of two linears, or ``None``."""
     y, problem = run("linear_swiglu", x, (gate, up), None, blocks, **changes)  # type: ignore[arg-type]
-    difference = compare((y,), (aten_chains.swiglu(linear(x, gate, None), linear(x, up, None)),))
-    return problem or (str(difference) if difference is not None else None)
+    found = compare((y,), (aten_chains.swiglu(linear(x, gate, None), linear(x, up, None)),))
+    return problem or (str(found) if found is not None else None)
 
 
-def integers(rows: int, columns: int, seed: int, row_stride: int | None = None) -> Tensor:
-    """Small ones that lie ``row_stride`` apart; between the rows lie NaNs."""
+def integers(rows: int, columns: int, seed: int, row_stride: int | None = None, most: int = 3) -> Tensor:
+    """Small ones in rows that lie ``row_stride`` apart; between the rows lie NaNs."""
     memory = torch.full((rows, row_stride or columns), torch.nan, dtype=BF16)
-    values = torch.randint(-3, 4, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    values = torch.randint(-most, most + 1, (rows, columns), generator=torch.Generator().manual_seed(seed))
     memory[:, :columns] = values.to(BF16)
     return memory[:, :columns]
 
 
 def ordinary(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, two weights and a bias, such that most results of the activations are no integers, and some are near zero."""
+    """x, two weights and a bias, such that the sums are exact in fp32, few of them in bf16, and many near zero."""
     rows, columns, width, _ = sizes
-    x, w, w2 = (integers(count, width, seed) for seed, count in ((1, rows), (2, columns), (3, columns)))
-    return x, w * 0.0625, w2, integers(1, columns, 4)[0] * 0.5
+    w, w2 = (integers(columns, width, seed, most=60) / 256 for seed in (2, 3))
+    return integers(rows, width, 1), w, w2, integers(1, columns, 4)[0] * 0.5
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -234,6 +237,18 @@ def test_special_values_through_the_swiglu() -> None:
     assert swiglu_problem(x, w.flip(0), w, 1) is None
 
 
+@pytest.mark.parametrize("sizes", [(2, 150, 320, 128), (1, 65, 64, 64), (3, 128, 832, 64)], ids=str)
+def test_as_the_ops_launch_them(sizes: tuple[int, int, int, int]) -> None:
+    batch, tokens, columns, width = sizes
+    x, w, w2, bias = ordinary((batch * tokens, columns, width, 1))
+    for name, weights, expected in (
+        ("linear_gelu_tanh", (w, bias), aten_chains.gelu_tanh(linear(x, w, bias))),
+        ("linear_swiglu", (w, w2), aten_chains.swiglu(linear(x, w, None), linear(x, w2, None))),
+    ):
+        args = (x.view(batch, tokens, width), *weights, blas_state())
+        assert difference(by_name(name), args, expected.view(batch, tokens, columns)) is None
+
+
 def test_a_cluster_has_one_block_here() -> None:
     x, w, _, bias = ordinary((128, 256, 64, 2))
     with pytest.raises(LaunchError, match="load_box_to_both: on the CPU a cluster has one block"):
@@ -271,23 +286,38 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_found(name: str, tmp_path: Path) -> None:
-    """Of each, under one schedule or another, the results or the shim tell."""
-    old, new = MISTAKES[name]
-    for path in [*SOURCES.glob("*.cuh"), SOURCES / "linear_swiglu.cu"]:
-        shutil.copy(path, tmp_path)
-    header = tmp_path / "_product.cuh"
+def with_mistake(folder: Path, old: str, new: str) -> Path:
+    """A folder with the sources, in one of which something is changed."""
+    for path in [*SOURCES.glob("*.cuh"), *SOURCES.glob("linear_*.cu")]:
+        shutil.copy(path, folder)
+    header = folder / "_product.cuh"
     text = header.read_text(encoding="utf-8")
     assert old in text, "the source no longer has what is to be changed"
     header.write_text(text.replace(old, new), encoding="utf-8")
-    found = []
-    for sizes in ((300, 320, 512, 2), (600, 320, 64, 1)):
+    return folder
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_found(name: str, tmp_path: Path) -> None:
+    """Of each, under one schedule or another, the results or the shim tell."""
+    sources = with_mistake(tmp_path, *MISTAKES[name])
+    found = None
+    for sizes, order in itertools.product([(300, 320, 512, 2), (600, 320, 64, 1)], [0, 1, 2]):
         x, gate, up, _ = ordinary(sizes)
-        for order in (0, 1, 2):
-            try:
-                with host.schedule(order):
-                    found.append(swiglu_problem(x, gate, up, sizes[3], sources=tmp_path))
-            except LaunchError as error:
-                found.append(str(error))
-    assert any(found)
+        try:
+            with host.schedule(order):
+                found = found or swiglu_problem(x, gate, up, sizes[3], sources=sources)
+        except LaunchError as error:
+            found = str(error)
+        if found:
+            return
+    pytest.fail("nobody saw it")
+
+
+def test_a_bias_that_joins_after_the_rounding_is_found(tmp_path: Path) -> None:
+    sources = with_mistake(
+        tmp_path, "f = sum(f, widen(biases[j]));", "f = widen(sum(round_pair<Half>(f.x, f.y), biases[j]));"
+    )
+    x, w, _, bias = ordinary((128, 256, 256, 1))
+    assert gelu_problem(x, w, bias, 1) is None
+    assert "differ" in str(gelu_problem(x, w, bias, 1, sources=sources))
