@@ -20,6 +20,7 @@ from torch.nn import Linear, Parameter
 
 from samebits import capture
 from samebits.models._family import Line
+from samebits.models._final import Learnt
 from samebits.modules import calls_only_forward
 from samebits.ops._library import ALIGNMENT_BYTES, blas_state
 
@@ -28,7 +29,6 @@ GRADIENTS = "gradients are enabled for the weights of {names}"
 AUTOCAST = "autocast is on, which casts every weight by itself"
 CAPTURED = "a CUDA graph was being captured when samebits was applied, so the weights of {names} were not moved"
 UNALIGNED = f"an input of the projections is not aligned to {ALIGNMENT_BYTES} bytes"
-_FINAL = ("refused", "unsupported", "failed")
 _MOVING = ("offload", "casting")
 """Hooks of diffusers that move or cast weights have one of these words in their names."""
 
@@ -284,9 +284,8 @@ class Projections:
         self._line = line
         self._image, self._text = image, text
         self._parts = len(image.names)
-        self._slower: dict[tuple[Any, ...], str] = {}
-        """Shapes whose verdict is final and against us, with the gate's words for it."""
-        self._final: dict[str, int] = {}
+        # Where the reference will always run, it joins by ``cat``, which the linears need not.
+        self._learnt = Learnt(line)
         self._joins = line.joins = (image,) if text is None else (image, text)
 
     def why_not(self) -> str | None:
@@ -301,35 +300,13 @@ class Projections:
         if image is None or (self._text is not None and words is None):
             line.declined[self.why_not() or APART.format(names="the projections")] += 1
             return None
-        reason = _why_not_these(x, text)
-        shapes = None
-        if reason is None and self._slower:
-            shapes = _shapes(x, text)
-            reason = self._slower.get(shapes)
+        reason = _why_not_these(x, text) or self._learnt.why_not(x, text)
         if reason is not None:
             line.declined[reason] += 1
             return None
-        counters = line.site.counters
-        eager = counters.eager
-        if words is None:
-            result: Tensor = line.site(x, *image, None, None, None, self._parts, blas_state())
-        else:
-            result = line.site(x, *image, text, *words, self._parts, blas_state())
-        if counters.eager != eager and any(reason.startswith(_FINAL) for reason in list(counters.reasons)):
-            self._learn(shapes or _shapes(x, text), counters.reasons)
+        args = (None, None, None) if words is None else (text, *words)
+        result: Tensor = self._learnt(x, text, x, *image, *args, self._parts, blas_state())
         return result
-
-    def _learn(self, shapes: tuple[Any, ...], reasons: Any) -> None:
-        """Remember shapes for which the reference will always run: it joins by ``cat``, the linears need not."""
-        final = {reason: calls for reason, calls in list(reasons.items()) if reason.startswith(_FINAL)}
-        told = next((reason for reason, calls in final.items() if calls > self._final.get(reason, 0)), None)
-        self._final = final
-        if told is not None:
-            self._slower[shapes] = told
-
-
-def _shapes(x: Tensor, text: Tensor | None) -> tuple[Any, ...]:
-    return x.dtype, x.device, tuple(x.shape), x.stride(), None if text is None else (tuple(text.shape), text.stride())
 
 
 def _why_not_these(x: Tensor, text: Tensor | None) -> str | None:

@@ -216,27 +216,33 @@ class Readers:
 class QuantizedFeedForward:
     """diffusers' FeedForward with a GELU between two FP8 linears, as a block calls it when its input is quantised."""
 
-    def __init__(self, parts: Parts, feed_forward: Any) -> None:
+    def __init__(self, parts: Parts, block: nn.Module, name: str) -> None:
         self._parts = parts
-        self._feed_forward = feed_forward
-        self._known = type(feed_forward) is FeedForward and FEED_FORWARD_SOURCE.obstacle() is None
+        self._block, self._name = block, name
+        self._source_is_known = FEED_FORWARD_SOURCE.obstacle() is None
         self._first, self._second = SharedScale(), SharedScale()
+
+    @property
+    def _module(self) -> Any:
+        """The block's feed-forward as it is now: somebody may have put another one there."""
+        return self._block._modules[self._name]
 
     def scale(self) -> Tensor | None:
         """The number that its input may be quantised with, or ``None`` where it wants a tensor."""
-        return None if self._layers() is None else self._first.of([self._feed_forward.net[0].proj])
+        layers = self._layers()
+        return None if layers is None else self._first.of([layers[0].proj])
 
     def reads_fp8(self) -> bool:
         """Whether the linear that reads its input is in FP8."""
-        mlp = self._feed_forward
-        if not self._known:
+        mlp = self._module
+        if not self._is_known(mlp):
             return holds_fp8([mlp])
         return len(mlp.net) > 0 and holds_fp8([getattr(mlp.net[0], "proj", None)])
 
     def why_not(self, name: str) -> str | None:
         """Why the feed-forward, called ``name``, wants a tensor: a sentence, or ``None``."""
-        mlp = self._feed_forward
-        if not self._known:
+        mlp = self._module
+        if not self._is_known(mlp):
             return f"{name} is not the FeedForward that samebits was written against"
         if not calls_only_forward(mlp.__dict__):
             return f"{name} carries a hook or a forward of its own, which must see a tensor"
@@ -245,25 +251,39 @@ class QuantizedFeedForward:
         linears = {f"{name}.net.0.proj": mlp.net[0].proj, f"{name}.net.{len(mlp.net) - 1}": mlp.net[-1]}
         return why_not_shared(linears, None) or f"{name} has a hook or another module between its two linears"
 
-    def _layers(self) -> tuple[Any, Any] | None:
-        mlp = self._feed_forward
-        if not self._known or not calls_only_forward(mlp.__dict__) or len(mlp.net) != 3:
+    def plain_scale(self) -> tuple[bool, Tensor | None]:
+        """Whether nobody sees what runs before or after it, and then what :meth:`scale` says.
+
+        That is so where it is diffusers' own with an activation of ours, and nothing is hooked onto any part of it.
+        """
+        layers = self._plain_layers()
+        if layers is None or not all(calls_only_forward(part.__dict__) for part in (layers[0].proj, layers[1])):
+            return False, None
+        return True, self._first.of([layers[0].proj]) if _are_quantised(layers) else None
+
+    def _is_known(self, mlp: Any) -> bool:
+        return type(mlp) is FeedForward and self._source_is_known
+
+    def _plain_layers(self) -> tuple[Any, Any] | None:
+        mlp = self._module
+        if not self._is_known(mlp) or not calls_only_forward(mlp.__dict__) or len(mlp.net) != 3:
             return None
         activation, dropout, last = mlp.net
         if activation not in self._parts.gelus or not is_placed(activation) or activation.approximate != "tanh":
             return None
         if "gelu" in activation.__dict__ or type(dropout) is not nn.Dropout or dropout.training:
             return None
-        if not calls_only_forward(dropout.__dict__) or input_scale_of(activation.proj) is None:
-            return None
-        return None if input_scale_of(last) is None else (activation, last)
+        return (activation, last) if calls_only_forward(dropout.__dict__) else None
+
+    def _layers(self) -> tuple[Any, Any] | None:
+        layers = self._plain_layers()
+        return layers if layers is not None and _are_quantised(layers) else None
 
     def __call__(self, x: Any, deferrals: Deferrals | None, name: str) -> Tensor | DeferredBias:
         """The feed-forward of a tensor or a quantised input; with ``deferrals`` without its last bias."""
         layers = self._layers() if may_quantise() else None
-        mlp = self._feed_forward
         if layers is None:
-            result: Tensor = mlp(x)
+            result: Tensor = self._module(x)
             return result
         activation, last = layers
         hidden = activation.proj(x)
@@ -273,3 +293,7 @@ class QuantizedFeedForward:
             return deferrals.defer(last, x, name)
         result = last(x)
         return result
+
+
+def _are_quantised(layers: tuple[Any, Any]) -> bool:
+    return input_scale_of(layers[0].proj) is not None and input_scale_of(layers[1]) is not None

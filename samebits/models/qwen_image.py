@@ -19,6 +19,7 @@ from torch import nn
 
 from samebits.models._activations import activation_of
 from samebits.models._ahead import LookAhead, may_run_early, weights_of
+from samebits.models._both_streams import ONE_BY_ONE, TOGETHER, Both, residual_norms
 from samebits.models._family import Family, Function, Line, Replacement, calls_only_forward, source, unwrapped
 from samebits.models._norms import (
     ATTENTION_SOURCE,
@@ -211,7 +212,7 @@ def _residual_next_norm(
     return x, modulated
 
 
-AHEAD = "its lines run at the end of the block before, as {} there"
+AHEAD = "its lines run at the end of the block before, as next_norm1 or {} there"
 WITH_NEXT = "its lines run together with the first norm of the next block, as {}"
 
 
@@ -292,9 +293,11 @@ def _write_block(
     img_norm1, img_norm2, img_residual = (lines[f"img_{name}"] for name in ("norm1", "norm2", "residual"))
     txt_norm1, txt_norm2, txt_residual = (lines[f"txt_{name}"] for name in ("norm1", "norm2", "residual"))
     img_next, txt_next = lines.get("img_next_norm1"), lines.get("txt_next_norm1")
+    norm2 = Both(lines["norm2"])
+    next_norm1 = Both(lines["next_norm1"]) if "next_norm1" in lines else None
     late = None if rounding is None else Late(lines, rounding == "fma", where)
     stays: str | None = None
-    img_mlp, txt_mlp = QuantizedFeedForward(parts, block.img_mlp), QuantizedFeedForward(parts, block.txt_mlp)
+    img_mlp, txt_mlp = (QuantizedFeedForward(parts, block, name) for name in ("img_mlp", "txt_mlp"))
     scales, next_scales = AttentionScales(parts), AttentionScales(parts)
     look.add(number, block)
 
@@ -362,54 +365,144 @@ def _write_block(
                 ahead = look.begin(number + 1, _sources(following, temb, index), params, x.device)
                 _, next_img_scale, next_txt_scale = next_scales.of(following, attention_arguments, x.shape[-1])
 
-            img_mlp_scale = img_mlp.scale() if plain else None
-            x, modulated = _residual_norm(
-                img_norm2, late, block, "img_norm2", x, img_attention, img_params, img, index, img_mlp_scale
-            )
-            branch = img_mlp(modulated, deferrals, "img_mlp")
-            if ahead is None or img_next is None:
-                x = _residual(img_residual, late, "img_residual", x, img[5], branch, index)
-            else:
-                img_eps = following.img_norm1.eps
-                x, modulated = _residual_next_norm(
-                    img_next,
-                    late,
-                    "img_next_norm1",
-                    x,
-                    img[5],
-                    branch,
-                    ahead.modulation[0],
-                    img_eps,
-                    index,
-                    next_img_scale,
+            if not plain or deferrals is not None or not in_any_order(x.shape[-1]):
+                img_mlp_scale = img_mlp.scale() if plain else None
+                x, modulated = _residual_norm(
+                    img_norm2, late, block, "img_norm2", x, img_attention, img_params, img, index, img_mlp_scale
                 )
-                look.put(ahead, "img", x, modulated, img_eps, next_img_scale)
+                branch = img_mlp(modulated, deferrals, "img_mlp")
+                if ahead is None or img_next is None:
+                    x = _residual(img_residual, late, "img_residual", x, img[5], branch, index)
+                else:
+                    img_eps = following.img_norm1.eps
+                    x, modulated = _residual_next_norm(
+                        img_next,
+                        late,
+                        "img_next_norm1",
+                        x,
+                        img[5],
+                        branch,
+                        ahead.modulation[0],
+                        img_eps,
+                        index,
+                        next_img_scale,
+                    )
+                    look.put(ahead, "img", x, modulated, img_eps, next_img_scale)
 
-            txt_mlp_scale = txt_mlp.scale() if plain else None
-            text, modulated = _residual_norm(
-                txt_norm2, late, block, "txt_norm2", text, txt_attention, txt_params, txt, None, txt_mlp_scale
-            )
-            branch = txt_mlp(modulated, deferrals, "txt_mlp")
-            if ahead is None or txt_next is None:
-                text = _residual(txt_residual, late, "txt_residual", text, txt[5], branch)
-            else:
-                txt_eps = following.txt_norm1.eps
-                text, modulated = _residual_next_norm(
-                    txt_next,
-                    late,
-                    "txt_next_norm1",
-                    text,
-                    txt[5],
-                    branch,
-                    ahead.modulation[1],
-                    txt_eps,
-                    None,
-                    next_txt_scale,
+                txt_mlp_scale = txt_mlp.scale() if plain else None
+                text, modulated = _residual_norm(
+                    txt_norm2, late, block, "txt_norm2", text, txt_attention, txt_params, txt, None, txt_mlp_scale
                 )
-                look.put(ahead, "txt", text, modulated, txt_eps, next_txt_scale)
+                branch = txt_mlp(modulated, deferrals, "txt_mlp")
+                if ahead is None or txt_next is None:
+                    text = _residual(txt_residual, late, "txt_residual", text, txt[5], branch)
+                else:
+                    txt_eps = following.txt_norm1.eps
+                    text, modulated = _residual_next_norm(
+                        txt_next,
+                        late,
+                        "txt_next_norm1",
+                        text,
+                        txt[5],
+                        branch,
+                        ahead.modulation[1],
+                        txt_eps,
+                        None,
+                        next_txt_scale,
+                    )
+                    look.put(ahead, "txt", text, modulated, txt_eps, next_txt_scale)
+            else:
+                img_mlp_scale, txt_mlp_scale = img_mlp.scale(), txt_mlp.scale()
+                norms = residual_norms(
+                    norm2,
+                    (x, text),
+                    (img[2], txt[2]),
+                    (img_attention, txt_attention),
+                    (img[3:5], txt[3:5]),
+                    (block.img_norm2.eps, block.txt_norm2.eps),
+                    (False, False),
+                    index,
+                    (img_mlp_scale, txt_mlp_scale),
+                )
+                if norms is None:
+                    norms = (
+                        *_residual_norm(
+                            img_norm2, late, block, "img_norm2", x, img_attention, img_params, img, index, img_mlp_scale
+                        ),
+                        *_residual_norm(
+                            txt_norm2,
+                            late,
+                            block,
+                            "txt_norm2",
+                            text,
+                            txt_attention,
+                            txt_params,
+                            txt,
+                            None,
+                            txt_mlp_scale,
+                        ),
+                    )
+                    x, img_modulated, text, txt_modulated = norms
+                else:
+                    x, img_modulated, text, txt_modulated = norms
+                    img_modulated = as_input(img_modulated, img_mlp_scale, x)
+                    txt_modulated = as_input(txt_modulated, txt_mlp_scale, text)
+                img_branch = img_mlp(img_modulated, None, "img_mlp")
+                txt_branch = txt_mlp(txt_modulated, None, "txt_mlp")
+                if ahead is None or next_norm1 is None:
+                    x = _residual(img_residual, late, "img_residual", x, img[5], img_branch, index)
+                    text = _residual(txt_residual, late, "txt_residual", text, txt[5], txt_branch)
+                else:
+                    eps = following.img_norm1.eps, following.txt_norm1.eps
+                    img_next_params, txt_next_params = ahead.modulation
+                    norms = residual_norms(
+                        next_norm1,
+                        (x, text),
+                        (img[5], txt[5]),
+                        (img_branch, txt_branch),
+                        (img_next_params.chunk(6, dim=-1)[:2], txt_next_params.chunk(6, dim=-1)[:2]),
+                        eps,
+                        (_is_clipped(x, img[5], img_branch), _is_clipped(text, txt[5], txt_branch)),
+                        index,
+                        (next_img_scale, next_txt_scale),
+                    )
+                    if norms is None:
+                        img_arguments = (x, img[5], img_branch, img_next_params, eps[0], index, next_img_scale)
+                        txt_arguments = (text, txt[5], txt_branch, txt_next_params, eps[1], None, next_txt_scale)
+                        norms = (
+                            *_residual_next_norm(img_next, late, "img_next_norm1", *img_arguments),
+                            *_residual_next_norm(txt_next, late, "txt_next_norm1", *txt_arguments),
+                        )
+                    x, img_modulated, text, txt_modulated = norms
+                    look.put(ahead, "img", x, img_modulated, eps[0], next_img_scale)
+                    look.put(ahead, "txt", text, txt_modulated, eps[1], next_txt_scale)
         return text, x
 
+    def in_any_order(width: int) -> bool:
+        """Whether nobody sees in which order the lines of the two streams run between the attention and the end."""
+        return (
+            is_plain_layer_norm(block.img_norm2, width)
+            and is_plain_layer_norm(block.txt_norm2, width)
+            and img_mlp.is_plain()
+            and txt_mlp.is_plain()
+        )
+
+    def why_one_by_one() -> str | None:
+        """Why the next call would serve the two streams one after the other, as far as is known before it."""
+        if late is not None and stays is None:
+            return "linears leave their biases to what follows, each at its own time"
+        for name in ("img_norm2", "txt_norm2"):
+            if (reason := why_not_layer_norm(name, getattr(block, name))) is not None:
+                return reason
+        for name, mlp in (("img_mlp", img_mlp), ("txt_mlp", txt_mlp)):
+            if not mlp.is_plain():
+                return f"{name} is not diffusers' own FeedForward with a plain GELU and nothing hooked onto it"
+        return norm2.obstacle(next(block.parameters()).device)
+
     def why_not(name: str) -> str | None:
+        apart = why_one_by_one()
+        if name in _OF_BOTH:
+            return _why_not_modulate(block) or (None if apart is None else ONE_BY_ONE.format(apart))
         stream, _, part = name.partition("_")
         reason = why_not_layer_norm(name, getattr(block, name)) if part in ("norm1", "norm2") else None
         if part == "norm1" and number > 0:
@@ -417,7 +510,9 @@ def _write_block(
         elif name.endswith("_bias") and stays is not None:
             reason = stays
         elif part == "residual" and img_next is not None:
-            reason = WITH_NEXT.format(f"{stream}_next_norm1")
+            reason = WITH_NEXT.format("next_norm1" if apart is None else f"{stream}_next_norm1")
+        elif part in _OF_BOTH and apart is None:
+            reason = TOGETHER.format(part)
         return _why_not_modulate(block) or reason
 
     def why_tensor(stream: str, part: str) -> str | None:
@@ -591,6 +686,8 @@ _BLOCK_SOURCES = (
     source(Block, "_modulate", "9ee78b512057d504ae89f8e48b1c8c552aa29a8c0f214b5095766a963c5454d7"),
     LAYER_NORM_SOURCE,
 )
+_OF_BOTH = ("norm2", "next_norm1")
+"""Sites that serve both streams."""
 _BLOCK_SITES = (
     ("img_norm1", "layer_norm_modulate"),
     ("txt_norm1", "layer_norm_modulate"),
@@ -598,10 +695,12 @@ _BLOCK_SITES = (
     ("img_residual", "gated_residual"),
     ("txt_norm2", "gated_residual_norm_modulate"),
     ("txt_residual", "gated_residual"),
+    ("norm2", "gated_residual_norm_modulate"),
 )
 _ACROSS_BLOCKS = (
     ("img_next_norm1", "gated_residual_norm_modulate"),
     ("txt_next_norm1", "gated_residual_norm_modulate"),
+    ("next_norm1", "gated_residual_norm_modulate"),
 )
 
 ATTENTION = Replacement(
@@ -632,7 +731,7 @@ _LATE = tuple(
     for stream in ("img", "txt")
     for name, op in (("norm2", "bias_gated_residual_norm_modulate"), ("residual", "bias_gated_residual"))
 )
-_LATE_ACROSS = tuple((f"{name}_bias", "bias_gated_residual_norm_modulate") for name, _ in _ACROSS_BLOCKS)
+_LATE_ACROSS = tuple((f"{stream}_next_norm1_bias", "bias_gated_residual_norm_modulate") for stream in ("img", "txt"))
 
 
 def _places(

@@ -55,6 +55,7 @@ ELSEWHERE: dict[str, str] = {
             "welford_push",
             "shuffle_down",
             "layer_norm_statistics",
+            "take_row",
         ),
         "trees and rows",
     ),

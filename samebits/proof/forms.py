@@ -144,9 +144,9 @@ def _modulate(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
     return x, scale, shift, 1e-6, index, _input_scale(inputs, variant)
 
 
-def _input_scale(inputs: Inputs, variant: str) -> Tensor | None:
+def _input_scale(inputs: Inputs, variant: str, scale: float = 0.0117) -> Tensor | None:
     """The scale of a quantised result, no power of two."""
-    return torch.full((), 0.0117, device=inputs.device) if variant == "quantised" else None
+    return torch.full((), scale, device=inputs.device) if variant.endswith("quantised") else None
 
 
 def _index(inputs: Inputs, rows: int) -> Tensor:
@@ -163,7 +163,17 @@ def _residual_modulate(inputs: Inputs, rows: int, width: int, variant: str) -> A
     shift, scale, gate = inputs.side(2 if variant == "two rows" else 1, 3 * width).chunk(3, dim=-1)
     args = (inputs.rows(1, rows, width), gate, inputs.rows(1, rows, width), scale, shift, 1e-6, variant == "clip")
     index = _index(inputs, rows) if variant == "two rows" else None
-    return (*args, index, _input_scale(inputs, variant))
+    args = (*args, index, _input_scale(inputs, variant))
+    if not variant.startswith("two streams"):
+        return args
+    few, (shift, scale, gate) = _few(rows), inputs.side(1, 3 * width).chunk(3, dim=-1)
+    text = inputs.rows(1, few, width), gate, inputs.rows(1, few, width), scale, shift
+    return (*args, *text, _input_scale(inputs, variant, 0.0093))
+
+
+def _few(rows: int) -> int:
+    """The tokens of a text beside an image of so many."""
+    return max(1, rows // 32)
 
 
 def _bias_residual(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
@@ -231,8 +241,7 @@ def _rope(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
         v = inputs.rows(1, tokens, heads, width) if text else None
         return q, k, v, _weight(inputs, width), _weight(inputs, width), inputs.table(tokens, width // 2)
 
-    few = max(1, tokens // 32)
-    return (*stream(tokens), *(stream(few) if text else (None,) * 6), 1e-6, kind)
+    return (*stream(tokens), *(stream(_few(tokens)) if text else (None,) * 6), 1e-6, kind)
 
 
 def _gelu(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
@@ -305,7 +314,7 @@ FORMS: Mapping[str, Form] = {
         _residual_modulate,
         (4096, 3072),
         (32768, 516),
-        {"": (), "two rows": (), "clip": (), "quantised": ()},
+        dict.fromkeys(("", "two rows", "clip", "quantised", "two streams", "two streams, quantised"), ()),
         every={name: _before_norm(every) for name, every in _SUMS.items()},
         before_norm=True,
     ),

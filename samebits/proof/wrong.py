@@ -302,6 +302,13 @@ CONTROLS = (
         Rows("rms_norm_scale", BF16, _WIDE, "gates"),
     ),
     _control(
+        "the text's gate is read where the image's lies",
+        "gated_residual_norm_modulate.cu",
+        "text_gate + batch * text_gate_stride",
+        "gate + batch * text_gate_stride",
+        Rows("gated_residual_norm_modulate", BF16, _NORM, "two streams"),
+    ),
+    _control(
         "one ulp in one element",
         "gated_residual.cu",
         "    store(out_row + at, o);",

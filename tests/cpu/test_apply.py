@@ -423,7 +423,14 @@ def test_report_counts_and_explains() -> None:
         run(model, inputs)
         rows = handle.report().to_json()
     assert json.loads(json.dumps(rows)) == rows
-    assert len(rows) == 24
+    assert len(rows) == 27
+    both = [rows.pop(at) for at in reversed(range(27)) if rows[at]["site"].endswith((".norm2", ".next_norm1"))]
+    assert len(both) == 3
+    for row in both:
+        assert (row["fused"], row["eager"], list(row["reasons"].values())) == (0, 0, [0])
+        (reason,) = row["reasons"]
+        assert reason.startswith("the two streams are served one by one: ")
+        assert "cpu" in reason.lower()
     elsewhere = [row for row in rows if any("its lines run" in reason for reason in row["reasons"])]
     residuals, norms = (
         [f"transformer_blocks.{at}_{what}" for at in ("{}.img", "{}.txt")] for what in ("residual", "norm1")

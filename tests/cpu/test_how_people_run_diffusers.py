@@ -65,7 +65,7 @@ def test_every_latent_of_a_sampler_is_equal() -> None:
     gate = KernelGate()
     with apply(model, gate=gate) as handle:
         check_same_bits(sample(model, 28), expected)
-        assert fused_calls(handle) > 27 * 18  # of 22 sites, four run with others
+        assert fused_calls(handle) > 27 * 17  # of 27 sites, ten run with others
         assert {row.reasons.get("compared with eager at this call", 0) for row in handle.report().rows} <= {0, 1}
         gate.spoil = lambda name, outputs: one_ulp_up(outputs[0], 0)
         assert not same_bits(sample(model, 28), expected)
@@ -252,7 +252,8 @@ def test_lora_comes_changes_and_goes(build: tuple[Any, Any]) -> None:
             assert same_bits(expected, untouched) == (name in {"scale 0", "disable"}), name
         before = fused_calls(handle)
         run(model, inputs)
-        assert fused_calls(handle) - before >= 18  # the first lines of a block run with the last of the one before
+        # The first lines of a block run with the last of the one before, and the text's with the image's.
+        assert fused_calls(handle) - before >= 17
     check_same_bits(run(model, inputs), run(plain, inputs))
 
 
@@ -364,7 +365,8 @@ def test_which_sites_group_offloading_makes_eager_and_that_they_say_why(build: t
         assert single or all("carries a hook" in reason for reason in row.reasons), row
     for name, row in uncalled.items():
         (reason,) = row.reasons
-        assert reason.startswith("its lines run ") or "siglip" in name or name.endswith("next_norm1"), row
+        alone = kind == "leaf_level" and reason.startswith("the two streams are served one by one: img_mlp is not")
+        assert alone or reason.startswith("its lines run ") or "siglip" in name or name.endswith("next_norm1"), row
     # A site that is one norm alone lies under the hook of that norm.
     eager = {name for name, row in rows.items() if row.op in reading and name not in {"txt_norm", "cap_embedder.0"}}
     assert eager or kind == "block_level"

@@ -31,8 +31,8 @@ from samebits.models._ahead import LookAhead, may_run_early
 from samebits.quant import Fp8Linear
 
 BLOCKS = 3
-ACROSS = {"qwen": 2 * (BLOCKS - 1), "z-image": BLOCKS - 1}
-"""Calls that reach over a boundary in one forward: one a stream."""
+ACROSS = {"qwen": BLOCKS - 1, "z-image": BLOCKS - 1}
+"""Calls that reach over a boundary in one forward: one for both streams of Qwen-Image."""
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:

@@ -416,7 +416,13 @@ class Views:
         return (*args, self.view((batch, tokens), torch.int64)) if rows == 2 * batch else args
 
     def gated_norm(self) -> Arguments:
-        return self.gated(norm=True)
+        args = self.gated(norm=True)
+        if self.often():
+            return args
+        h, few = args[0], self.pick(1, 2, 5)
+        text_h, text_y = (self.mostly_plain((h.shape[0], few, 8), h.dtype) for _ in range(2))
+        gate, scale, shift = (self.mostly_plain((h.shape[0], 8), h.dtype) for _ in range(3))
+        return (*args, *(None,) * (9 - len(args)), text_h, gate, text_y, scale, shift)
 
     def biased(self, *, norm: bool = False) -> Arguments:
         h, gate, y, *rest = self.gated(norm=norm)

@@ -6,6 +6,8 @@ value is rounded to the element type that the eager tensor has; that is what ``r
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -181,6 +183,12 @@ def gated_residual_norm_modulate(
     """The gated residual, then :func:`layer_norm_modulate` of it; both results."""
     h = gated_residual(h, gate, y, clip, index)
     return h, layer_norm_modulate(h, scale, shift, eps, index, rsqrt=rsqrt)
+
+
+def of_both_streams(image: tuple[Any, ...], text: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """:func:`gated_residual_norm_modulate` of an image's arguments, and of a text's ``(h, gate, y, scale, shift)``."""
+    eps, clip = image[5], len(image) > 6 and image[6]
+    return *gated_residual_norm_modulate(*image[:8]), *gated_residual_norm_modulate(*text, eps, clip)
 
 
 def quantize_fp8(x: Tensor, input_scale: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from kernel_inputs import (
 )
 from kernel_runs import difference, layout_of_eager, needs_compiler, run
 
+from samebits import host
 from samebits.bits import compare
 from samebits.ops import by_name
 
@@ -139,6 +140,110 @@ def test_where_every_rounding_of_the_moments_shows(width: int, kind: str) -> Non
     y = rows_that_show_moments(40, width, kind)[None]
     args = (torch.zeros_like(y), zeros + 1, y, zeros, zeros, EPS)
     assert difference(OP, args, aten_chains.gated_residual_norm_modulate(*args)) is None
+
+
+# A text stream beside the image.
+
+
+def with_text(image: Arguments, text: Arguments, scales: tuple[torch.Tensor, torch.Tensor] | None = None) -> Arguments:
+    """One call of both: the image's arguments, and of the text's all but the eps."""
+    image = (*image, *(None if place > 6 else False for place in range(len(image), 9)))
+    return (*image[:8], scales and scales[0], *text[:5], scales and scales[1])
+
+
+BOTH = [
+    *((batch, tokens, few, 132, dtype) for batch, tokens, few in ((1, 5, 2), (2, 3, 7), (3, 1, 1)) for dtype in DTYPES),
+    (2, 3, 1, 1024, BF16),
+    (1, 4, 33, 516, FP16),
+    (1, 2, 3, 3072, BF16),
+    (1, 1, 2, 16384, FP32),
+    (1, 2, 1, 4, BF16),
+]
+
+
+@pytest.mark.parametrize(("batch", "tokens", "few", "width", "dtype"), BOTH)
+def test_two_streams(batch: int, tokens: int, few: int, width: int, dtype: torch.dtype) -> None:
+    image, text = plain(batch, tokens, width, dtype, 1, 3.0), plain(batch, few, width, dtype, 50, 2.0)
+    args = with_text(image, text)
+    expected = aten_chains.of_both_streams(image, text[:5])
+    assert difference(OP, args, expected) is None
+    assert layout_of_eager(OP, args) is None
+    for order in (0, 1, 2):
+        with host.schedule(order, workers=2):
+            assert difference(OP, args, expected) is None
+    # Each stream has its own of everything: with one tensor of the other stream there are other bits.
+    for place in (1, 3, 4):
+        swapped = list(args)
+        swapped[place], swapped[9 + place] = args[9 + place], args[place]
+        found = run(OP, *swapped)
+        assert compare(found[1:2], expected[1:2]) is not None
+        assert compare(found[3:], expected[3:]) is not None
+
+
+def test_two_streams_are_the_calls_of_each() -> None:
+    for dtype in DTYPES:
+        image, text = plain(2, 5, 1024, dtype, 1, 3.0), plain(2, 3, 1024, dtype, 50, 2.0)
+        assert compare(run(OP, *with_text(image, text)), (*run(OP, *image), *run(OP, *text))) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_streams_of_which_the_image_has_an_index(dtype: torch.dtype) -> None:
+    h, _, y, *_ = plain(2, 9, 132, dtype)
+    shift, scale, gate = randn((4, 3 * 132), dtype, 5).chunk(3, dim=-1)
+    index = torch.randint(0, 2, (2, 9), generator=torch.Generator().manual_seed(1))
+    image, text = (h, gate, y, scale, shift, EPS, False, index), plain(2, 4, 132, dtype, 50)
+    expected = aten_chains.of_both_streams(image, text[:5])
+    assert difference(OP, with_text(image, text), expected) is None
+    assert difference(OP, with_text((*image[:7], 1 - index), text), expected) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_streams_as_parts_of_more(dtype: torch.dtype) -> None:
+    """The branches are ranges of the joint attention's tokens, as for two samples without a copy."""
+    joint, streams = randn((2, 14, 132), dtype, 3), randn((2, 20, 2 * 132), dtype, 4)
+    vectors = randn((2, 12 * 132), dtype, 5).chunk(12, dim=-1)
+    image = (streams[:, 2:11, :132], vectors[0], joint[:, 5:], vectors[1], vectors[2], EPS)
+    text = (streams[:, ::4, 132:], vectors[3], joint[:, :5], vectors[4], vectors[5])
+    args = with_text(image, text)
+    assert difference(OP, args, aten_chains.of_both_streams(image, text)) is None
+    assert layout_of_eager(OP, args) is None
+
+
+def test_two_streams_with_a_clip() -> None:
+    image, text = plain(2, 3, 132, FP16, 0, 3e4), plain(2, 5, 132, FP16, 50, 3e4)
+    image, text = ((h.clamp(-6e4, 6e4), g, y.clamp(-6e4, 6e4), *rest) for h, g, y, *rest in (image, text))
+    expected = aten_chains.of_both_streams((*image, True), text[:5])
+    assert difference(OP, with_text((*image, True), text), expected) is None
+    assert not expected[3].isnan().any()
+    assert difference(OP, with_text(image, text), aten_chains.of_both_streams(image, text[:5])) is None
+    assert run(OP, *with_text(image, text))[3].isnan().any()
+
+
+def test_two_streams_that_are_declined() -> None:
+    image, text = plain(2, 5, 64, FP32), plain(2, 3, 64, FP32)
+    scale = torch.tensor(0.5)
+    whole = with_text(image, text)
+    assert OP.unsupported(*whole) is None
+
+    def changed(**parts: object) -> Arguments:
+        names = ("h", "gate", "y", "scale", "shift")
+        return (*whole[:9], *(parts.get(name, text[place]) for place, name in enumerate(names)), parts.get("input"))
+
+    for args, words in (
+        (changed(gate=None), "whole or not at all"),
+        (changed(h=None), "whole or not at all"),
+        ((*whole[:9], *(None,) * 5, scale), "whole or not at all"),
+        (changed(input=scale), "both streams are quantised or neither"),
+        ((*whole[:8], scale, *whole[9:]), "both streams are quantised or neither"),
+        (with_text(image, plain(1, 3, 64, FP32)), "one batch and width"),
+        (with_text(image, plain(2, 3, 68, FP32)), "one batch and width"),
+        (with_text(image, plain(2, 3, 64, FP16)), "one dtype"),
+        (changed(gate=text[1][:1]), "the text stream: gate must be (2, 64)"),
+        (changed(y=text[2].half()), "the text stream: gate and y must have h's dtype"),
+        (changed(h=text[0][:, :1].expand(2, 3, 64)), "the text stream: the dimensions of h"),
+        (with_text((image[0].double(), *image[1:]), text), "h must be float32"),
+    ):
+        assert words in str(OP.unsupported(*args)), words
 
 
 def test_other_chains_are_found() -> None:
