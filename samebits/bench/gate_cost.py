@@ -37,7 +37,8 @@ def calls() -> list[tuple[str, Op, Args]]:
     """The calls that are timed: name, op with a stub for a kernel, arguments as a pipeline makes them."""
     batch, tokens, width, heads = 2, 16, 64, 4
     x = torch.randn(batch, tokens, width)
-    shift, scale, _gate = torch.randn(batch, 3 * width).chunk(3, dim=1)
+    shift, scale, gate = torch.randn(batch, 3 * width).chunk(3, dim=1)
+    text, *of_text = torch.randn(batch, 4, width), *torch.randn(batch, 3 * width).chunk(3, dim=1)
     index = torch.zeros(batch, tokens, dtype=torch.int64)
     rows = torch.randn(2 * batch, 3 * width).chunk(3, dim=1)
     q, k, _v = torch.randn(batch, tokens, 3, heads, width // heads).unbind(2)
@@ -46,6 +47,31 @@ def calls() -> list[tuple[str, Op, Args]]:
         "layer_norm_modulate": [
             ("layer_norm_modulate", (x, scale, shift, 1e-6)),
             ("layer_norm_modulate, rows by index", (x, rows[1], rows[0], 1e-6, index)),
+        ],
+        "gated_residual_norm_modulate": [
+            ("gated_residual_norm_modulate", (x, gate, x.clone(), scale, shift, 1e-6)),
+            (
+                "gated_residual_norm_modulate, rows by index",
+                (x, rows[2], x.clone(), rows[1], rows[0], 1e-6, False, index),
+            ),
+            (
+                "gated_residual_norm_modulate, two streams",
+                (
+                    x,
+                    gate,
+                    x.clone(),
+                    scale,
+                    shift,
+                    1e-6,
+                    False,
+                    None,
+                    None,
+                    text,
+                    of_text[0],
+                    text.clone(),
+                    *of_text[1:],
+                ),
+            ),
         ],
         "qk_norm": [("qk_norm", (q, k, *weights, 1e-6, "diffusers"))],
     }
