@@ -365,7 +365,8 @@ def _write_block(
                 ahead = look.begin(number + 1, _sources(following, temb, index), params, x.device)
                 _, next_img_scale, next_txt_scale = next_scales.of(following, attention_arguments, x.shape[-1])
 
-            if not plain or deferrals is not None or not in_any_order(x.shape[-1]):
+            mlp_scales = in_any_order(x.shape[-1]) if plain and deferrals is None else None
+            if mlp_scales is None:
                 img_mlp_scale = img_mlp.scale() if plain else None
                 x, modulated = _residual_norm(
                     img_norm2, late, block, "img_norm2", x, img_attention, img_params, img, index, img_mlp_scale
@@ -412,7 +413,7 @@ def _write_block(
                     )
                     look.put(ahead, "txt", text, modulated, txt_eps, next_txt_scale)
             else:
-                img_mlp_scale, txt_mlp_scale = img_mlp.scale(), txt_mlp.scale()
+                img_mlp_scale, txt_mlp_scale = mlp_scales
                 norms = residual_norms(
                     norm2,
                     (x, text),
@@ -422,7 +423,7 @@ def _write_block(
                     (block.img_norm2.eps, block.txt_norm2.eps),
                     (False, False),
                     index,
-                    (img_mlp_scale, txt_mlp_scale),
+                    mlp_scales,
                 )
                 if norms is None:
                     norms = (
@@ -447,9 +448,9 @@ def _write_block(
                     x, img_modulated, text, txt_modulated = norms
                     img_modulated = as_input(img_modulated, img_mlp_scale, x)
                     txt_modulated = as_input(txt_modulated, txt_mlp_scale, text)
-                img_branch = img_mlp(img_modulated, None, "img_mlp")
-                txt_branch = txt_mlp(txt_modulated, None, "txt_mlp")
-                if ahead is None or next_norm1 is None:
+                img_branch = _with_bias(img_mlp(img_modulated, None, "img_mlp"))
+                txt_branch = _with_bias(txt_mlp(txt_modulated, None, "txt_mlp"))
+                if ahead is None or next_norm1 is None or img_next is None or txt_next is None:
                     x = _residual(img_residual, late, "img_residual", x, img[5], img_branch, index)
                     text = _residual(txt_residual, late, "txt_residual", text, txt[5], txt_branch)
                 else:
@@ -478,14 +479,12 @@ def _write_block(
                     look.put(ahead, "txt", text, txt_modulated, eps[1], next_txt_scale)
         return text, x
 
-    def in_any_order(width: int) -> bool:
-        """Whether nobody sees in which order the lines of the two streams run between the attention and the end."""
-        return (
-            is_plain_layer_norm(block.img_norm2, width)
-            and is_plain_layer_norm(block.txt_norm2, width)
-            and img_mlp.is_plain()
-            and txt_mlp.is_plain()
-        )
+    def in_any_order(width: int) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        """The scales of both feed-forwards' inputs; ``None`` where somebody may see in which order the streams run."""
+        if not is_plain_layer_norm(block.img_norm2, width) or not is_plain_layer_norm(block.txt_norm2, width):
+            return None
+        (img_is_plain, img_scale), (txt_is_plain, txt_scale) = img_mlp.plain_scale(), txt_mlp.plain_scale()
+        return (img_scale, txt_scale) if img_is_plain and txt_is_plain else None
 
     def why_one_by_one() -> str | None:
         """Why the next call would serve the two streams one after the other, as far as is known before it."""
@@ -495,7 +494,7 @@ def _write_block(
             if (reason := why_not_layer_norm(name, getattr(block, name))) is not None:
                 return reason
         for name, mlp in (("img_mlp", img_mlp), ("txt_mlp", txt_mlp)):
-            if not mlp.is_plain():
+            if not mlp.plain_scale()[0]:
                 return f"{name} is not diffusers' own FeedForward with a plain GELU and nothing hooked onto it"
         return norm2.obstacle(next(block.parameters()).device)
 

@@ -161,9 +161,9 @@ def _residual(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
 
 def _residual_modulate(inputs: Inputs, rows: int, width: int, variant: str) -> Args:
     shift, scale, gate = inputs.side(2 if variant == "two rows" else 1, 3 * width).chunk(3, dim=-1)
-    args = (inputs.rows(1, rows, width), gate, inputs.rows(1, rows, width), scale, shift, 1e-6, variant == "clip")
+    streams = inputs.rows(1, rows, width), gate, inputs.rows(1, rows, width), scale, shift
     index = _index(inputs, rows) if variant == "two rows" else None
-    args = (*args, index, _input_scale(inputs, variant))
+    args = (*streams, 1e-6, variant == "clip", index, _input_scale(inputs, variant))
     if not variant.startswith("two streams"):
         return args
     few, (shift, scale, gate) = _few(rows), inputs.side(1, 3 * width).chunk(3, dim=-1)
