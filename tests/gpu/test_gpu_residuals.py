@@ -213,3 +213,42 @@ def test_text_lengths(name: str, device: torch.device) -> None:
     assert site.counters.fused >= 2 * len(lengths), dict(site.counters.reasons)
     for length in lengths:
         check(op, args_of(length))
+
+
+@every_dtype
+def test_a_text_stream_beside_the_image(dtype: torch.dtype, device: torch.device) -> None:
+    """One launch of both: many rows beside few and few beside many, one sample and two, indexed, clipped, quantised."""
+
+    def stream(batch: int, tokens: int, seed: int, amplitude: float = 1.0) -> Args:
+        rows = (
+            randn(batch, tokens, 3072, dtype=dtype, device=device, seed=seed + at, amplitude=amplitude) for at in (0, 1)
+        )
+        return residual_modulate_args(*rows, seed + 2)
+
+    scales = (torch.tensor(0.02, device=device), torch.tensor(0.03, device=device))
+    for batch, tokens, text_tokens in ((1, 4096, 128), (2, 37, 5), (1, 1, 1), (3, 2, 74)):
+        image, text = stream(batch, tokens, 1), stream(batch, text_tokens, 50)
+        rows = (part.repeat(2, 1) for part in (image[1], image[3], image[4]))
+        index = (torch.arange(batch * tokens, device=device) % 2).view(batch, tokens)
+        gate, scale, shift = (
+            row + 0.5 * (torch.arange(2 * batch, device=device)[:, None] // batch).to(dtype) for row in rows
+        )
+        indexed = (image[0], gate, image[2], scale, shift, 1e-6, False, index)
+        for args in ((*image[:6], False, None), (*image[:6], True, None), indexed):
+            check(MODULATE, (*args, None, *text[:5]))
+            check(MODULATE, (*args, scales[0], *text[:5], scales[1]))
+        both = MODULATE.prepare(*image, None, None, *text[:5])(*image, None, None, *text[:5])
+        assert_same_bits(both, (*MODULATE.prepare(*image)(*image), *MODULATE.prepare(*text)(*text)))
+
+
+@every_dtype
+def test_awkward_rows_of_a_text_stream(dtype: torch.dtype, device: torch.device) -> None:
+    for width in (3072, 3844):
+        for rows in (awkward_rows(width, dtype, device), unusual_rows(width, dtype, device)):
+            ordinary = randn(*rows.shape, dtype=dtype, device=device, seed=13)[None]
+            image, text = (
+                residual_modulate_args(ordinary, ordinary.flip(1)),
+                residual_modulate_args(rows[None], ordinary),
+            )
+            check(MODULATE, (*image, None, None, *text[:5]))
+            check(MODULATE, (*text, None, None, *image[:5]))
