@@ -42,7 +42,10 @@ COMPILED = "torch.compile runs this part of the model: its graph is diffusers' o
 
 @dataclass(frozen=True)
 class Row:
-    """One site in a report: how many calls its kernel answered, how many eager did, and why."""
+    """One site in a report: how many calls its kernel answered, how many eager did, and why.
+
+    A reason may stand there for more calls than ``eager``: calls that the site left to another one, which counts them.
+    """
 
     site: str
     op: str
@@ -325,9 +328,9 @@ class Handle:
         if line.site is None:
             return Row(line.name, line.op, 0, 0, {line.why_eager or "": 0})
         counters = line.site.counters
-        reasons = dict(Counter(counters.reasons) + line.declined)
+        reasons = dict(Counter(counters.reasons) + line.declined + line.passed_on)
         eager = counters.eager + sum(line.declined.values())
-        if not counters.fused and not eager:
+        if not counters.fused and not eager and not line.passed_on:
             ahead = COMPILED if self._compiled[line]() else line.watch() if line.watch is not None else None
             reasons = {ahead or NEVER_CALLED: 0}
         return Row(line.name, line.op, counters.fused, eager, reasons)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -12,6 +12,7 @@ from samebits.bench.trace import Launch
 
 FUSIBLE = ("copies", "other")
 """The classes of what could be fused."""
+_NOBODYS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -44,28 +45,27 @@ class Chain:
     ms: float
 
 
-def kinds_of(found: Sequence[Launch], ours: Iterable[str] = ()) -> list[str]:
+def kinds_of(found: Sequence[Launch], own: Mapping[str, str] = _NOBODYS) -> list[str]:
     """The class of every launch, in order; a memset right before a GEMM is the GEMM library's."""
-    names = tuple(ours)
-    kinds = [_kind(launch, names) for launch in found]
+    kinds = [_kind(launch, own) for launch in found]
     for index in range(len(kinds) - 2, -1, -1):
         if "memset" in found[index].name.lower() and kinds[index + 1] == "gemm":
             kinds[index] = "gemm"
     return kinds
 
 
-def _kind(launch: Launch, ours: Sequence[str]) -> str:
+def _kind(launch: Launch, own: Mapping[str, str]) -> str:
     if not launch.name.startswith("aten::"):
-        return launches.class_of(launch.name, ours)
+        return launches.class_of(launch.name, own)
     # On a CPU there are operators instead of kernels.
     known = floor.kind_of(launch.name)
     return known or ("copies" if launch.name in {"aten::copy_", "aten::cat", "aten::clone"} else "other")
 
 
-def chains(found: Sequence[Launch], ours: Iterable[str] = ()) -> list[Chain]:
+def chains(found: Sequence[Launch], own: Mapping[str, str] = _NOBODYS) -> list[Chain]:
     """The chains of eager launches, equal ones of different blocks together, the longest time first."""
     together: dict[tuple[str, str, str, tuple[str, ...]], tuple[int, int, float]] = {}
-    for block, run in _by_block(zip(found, kinds_of(found, ours), strict=True)):
+    for block, run in _by_block(zip(found, kinds_of(found, own), strict=True)):
         parts = [(fusible, list(part)) for fusible, part in groupby(run, key=lambda pair: pair[1] in FUSIBLE)]
         edges = [None, *parts, None]
         for before, (here, after) in zip(edges, pairwise(edges[1:]), strict=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def measure(
     def body() -> torch.Tensor:
         return denoiser.velocity(denoiser.latents, 0.7)
 
-    ours_names = launches.kernels_in(path for op in ops for path in op.sources)
+    ours_names = launches.kernels_of(ops)
     holder = [apply(denoiser.model)]
 
     def on() -> None:
@@ -162,7 +162,7 @@ def empty_row(name: str, blocks: int, steps: int) -> evidence.Row:
     }
 
 
-def _account(body: Callable[[], object], names: Sequence[str], bench: Bench) -> tuple[int, dict[str, int]]:
+def _account(body: Callable[[], object], names: Mapping[str, str], bench: Bench) -> tuple[int, dict[str, int]]:
     if bench.device.type != "cuda":  # nothing to account for: only the tests come here
         return 0, {}
     counted = launches.record(body, names)

@@ -9,31 +9,40 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samebits.ops._op import Op
 
 CLASSES = ("gemm", "attention", "ours", "copies", "other")
 _GEMM = ("gemm", "cutlass", "nvjet", "xmma", "cublas", "gemv", "triton_tem_")
 _ATTENTION = ("flash", "fmha", "sdpa", "cudnn_generated")
-# extern "C" __global__ void [__launch_bounds__(...)] name(
-_KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^\n]*?\)\s+)?(\w+)\s*\(')
+# extern "C" __global__ void [__cluster_dims__(...)] [__launch_bounds__(...)] name(
+_KERNEL = re.compile(
+    r'extern\s+"C"\s+__global__\s+void\s+(?:__(?:cluster_dims|launch_bounds)__\s*\([^\n]*?\)\s+)*(\w+)\s*\('
+)
 
 
-def class_of(kernel: str, ours: Iterable[str] = ()) -> str:
+_NOBODYS: Mapping[str, str] = {}
+
+
+def class_of(kernel: str, own: Mapping[str, str] = _NOBODYS) -> str:
     """The class of a kernel, told from its name.
 
     Parameters
     ----------
     kernel : str
         The name that the profiler reports.
-    ours : iterable of str
-        Names of the library's own kernels; a kernel whose name is one of them, or starts with one followed by
-        something that is no letter, digit or underscore, is ours.
+    own : mapping of str to str
+        The library's own kernels and their classes, see :func:`kernels_of`; a kernel whose name is one of them, or
+        starts with one followed by something that is no letter, digit or underscore, is of that class.
     """
-    if any(kernel == name or (kernel.startswith(name) and kernel[len(name)] in "(<. ") for name in ours):
-        return "ours"
+    for name, kind in own.items():
+        if kernel == name or (kernel.startswith(name) and kernel[len(name)] in "(<. "):
+            return kind
     name = kernel.lower()
     if name.startswith("triton_") and not name.startswith("triton_tem_"):
         # Inductor names a fused kernel after the eager operations in it and beside it, GEMMs and attention included;
@@ -64,13 +73,12 @@ class Launches:
         return sum(self.counts.values())
 
 
-def account(events: Iterable[tuple[str, float]], ours: Iterable[str] = (), runs: int = 1) -> Launches:
+def account(events: Iterable[tuple[str, float]], own: Mapping[str, str] = _NOBODYS, runs: int = 1) -> Launches:
     """Sort ``(kernel name, microseconds)`` pairs of ``runs`` equal runs into classes; counts and times are of one."""
-    names = tuple(ours)
     counts, ms = dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, 0.0)
     kernels: dict[str, tuple[int, float]] = {}
     for name, us in events:
-        kind = class_of(name, names)
+        kind = class_of(name, own)
         counts[kind] += 1
         ms[kind] += us / 1e3
         seen, spent = kernels.get(name, (0, 0.0))
@@ -104,12 +112,12 @@ def owned(events: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
     return renamed
 
 
-def record(body: Callable[[], object], ours: Iterable[str] = ()) -> Launches:
+def record(body: Callable[[], object], own: Mapping[str, str] = _NOBODYS) -> Launches:
     """Run ``body`` once under the profiler and account for everything that the GPU did.
 
     ``body`` should have run before: a first run compiles, allocates and verifies.
     """
-    return account(events_of(body), ours)
+    return account(events_of(body), own)
 
 
 def events_of(body: Callable[[], object], runs: int = 1) -> list[tuple[str, float]]:
@@ -160,3 +168,12 @@ def kernels_in(sources: Iterable[Path]) -> tuple[str, ...]:
         if path.suffix == ".cu":
             names.extend(_KERNEL.findall(path.read_text(encoding="utf-8")))
     return tuple(dict.fromkeys(names))
+
+
+def kernels_of(ops: Iterable[Op]) -> dict[str, str]:
+    """The kernels of ``ops`` by name, each with its class.
+
+    That is ``"ours"``, but ``"gemm"`` for a matrix product of ours: it does the work of the library's GEMM, which the
+    floor has in its place.
+    """
+    return {name: "gemm" if op.is_product else "ours" for op in ops for name in kernels_in(op.sources)}

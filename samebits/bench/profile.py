@@ -169,14 +169,14 @@ def measure(subject: Subject, bench: Bench, ops: Sequence[Op], where: str, gate:
     bench : Bench
         The device.
     ops : sequence of Op
-        Whose kernels count as ours.
+        Whose kernels count as ours, or as GEMMs where they are products.
     where : str
         For a reader: the device, the size.
     gate : CountingGate, optional
         The tests hand in one whose kernels are Python.
     """
     cuda = bench.device.type == "cuda"
-    names = launches.kernels_in(path for op in ops for path in op.sources)
+    names = launches.kernels_of(ops)
     with torch.no_grad():
         expected = _tensors(subject.forward())
         expected = [tensor.clone() for tensor in expected]
@@ -212,10 +212,10 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [tensor for part in output for tensor in _tensors(part)] if isinstance(output, list | tuple) else []
 
 
-def _account(found: Sequence[Launch], ours: Sequence[str]) -> Launches:
+def _account(found: Sequence[Launch], own: Mapping[str, str]) -> Launches:
     counts, ms = dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, 0.0)
     kernels: dict[str, tuple[int, float]] = {}
-    for launch, kind in zip(found, kinds_of(found, ours), strict=True):
+    for launch, kind in zip(found, kinds_of(found, own), strict=True):
         counts[kind] += 1
         ms[kind] += launch.us / 1e3
         seen, spent = kernels.get(launch.name, (0, 0.0))

@@ -216,7 +216,7 @@ class Contest:
     def __init__(self, denoiser: Denoiser, bench: Bench, ops: Sequence[Op], outcome: Outcome) -> None:
         self.denoiser = denoiser
         self.bench = bench
-        self.names = launches.kernels_in(path for op in ops for path in op.sources)
+        self.names = launches.kernels_of(ops)
         self.outcome = outcome
         self.switch = Switch(denoiser.model, self.applied)
         self.lanes: dict[str, Lane] = {}

@@ -1,6 +1,7 @@
 """diffusers' GELU in its tanh form: the activation of a feed-forward, patched on the activation itself.
 
-The feed-forward's own forward stays: it calls the activation, its dropout and the last linear as the modules they are.
+The module is a linear and the function after it. Where the product of ours takes the call, both are the site ``product``;
+else the linear is called as a module and the function is the other site. The feed-forward's own forward stays: it calls the activation, its dropout and the last linear as the modules they are.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from diffusers.models.activations import GELU
 from torch import nn
 
 from samebits.models._family import Function, Line, Replacement, source, unwrapped
+from samebits.models._products import Product
 
 
 def _write_gelu(
     known: dict[nn.Module, Line] | None, gelu: GELU, original: Function, lines: Mapping[str, Line]
 ) -> Function:
-    (line,) = lines.values()
+    line, product = lines[""], Product(lines["product"], gelu, ("proj",), biased=True)
     if known is not None:
         known[gelu] = line
 
@@ -33,10 +35,13 @@ def _write_gelu(
         reason = why_not()
         if reason is not None:
             line.declined[reason] += 1
+            product.pass_on(reason)
             return original(hidden_states)
-        return line.site(gelu.proj(hidden_states))
+        activated = product(hidden_states)
+        return line.site(gelu.proj(hidden_states)) if activated is None else activated
 
-    line.watch = why_not
+    line.watch = lambda: why_not() or product.why_not_alone()
+    lines["product"].watch = lambda: why_not() or product.why_not()
     return forward
 
 
@@ -46,7 +51,7 @@ GELU_TANH = Replacement(
         source(GELU, "forward", "538b05d6963a325cc513a44edc4b3885cd2b8aa28c81bd57d258bd17c656db42"),
         source(GELU, "gelu", "d203f2720ee05f3537bcbfccd4ac5ee5b2362a01445bd34f95543c9d94d98115"),
     ),
-    sites=(("", "gelu_tanh"),),
+    sites=(("product", "linear_gelu_tanh"), ("", "gelu_tanh")),
     write=partial(_write_gelu, None),
 )
 

@@ -49,13 +49,15 @@ class Line:
         Why ``site`` is ``None``.
     declined : Counter
         Calls that kept diffusers' own lines before the gate was asked, by reason.
+    passed_on : Counter
+        Calls whose lines ran at another site of ours instead, by reason: nobody's eager calls.
     joins : tuple of Join
         What ``samebits.apply`` puts together for this site once every forward is in place.
     why_tensor : callable or None
         Says why the site gives a tensor although quantised linears read it, or returns ``None``.
     """
 
-    __slots__ = ("declined", "joins", "name", "op", "site", "watch", "why_eager", "why_tensor")
+    __slots__ = ("declined", "joins", "name", "op", "passed_on", "site", "watch", "why_eager", "why_tensor")
 
     def __init__(self, name: str, op: str, site: Any = None, why_eager: str | None = None) -> None:
         self.name = name
@@ -63,6 +65,7 @@ class Line:
         self.site = site
         self.why_eager = why_eager
         self.declined: Counter[str] = Counter()
+        self.passed_on: Counter[str] = Counter()
         self.joins: tuple[Join, ...] = ()
         self.watch: Callable[[], str | None] | None = None
         """Says why the next call would keep diffusers' own lines; for a report before the first call."""

@@ -87,6 +87,8 @@ class SideBySide:
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (*weights, *biases)):
             return None  # the gradient of one view would not reach the other two
         count, weight = len(weights), weights[0]
+        if count == 1:
+            return Matrix(weight, first)
         rows, width = weight.shape
         try:
             whole = weight.as_strided((count * rows, width), (width, 1))
@@ -160,8 +162,10 @@ class SideBySide:
             for parameter in alike:
                 if type(parameter) is not Parameter or parameter.is_inference():
                     return f"a weight of {self._told} is missing or no plain parameter"
-            if len({(p.shape, p.dtype, p.device) for p in alike}) > 1 or not all(p.is_contiguous() for p in alike):
+            if len({(p.shape, p.dtype, p.device) for p in alike}) > 1:
                 return f"the weights of {self._told} differ in shape, dtype or device"
+            if not all(p.is_contiguous() for p in alike):
+                return f"a weight of {self._told} is not contiguous"
         return None
 
     def _why_not_move(self, parameters: list[list[Any]], site: Any) -> str | None:

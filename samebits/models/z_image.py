@@ -34,6 +34,7 @@ from samebits.models._norms import (
     why_not_weights,
 )
 from samebits.models._packed import Projections, SideBySide
+from samebits.models._products import Product
 from samebits.models._quantized import (
     Reader,
     Readers,
@@ -53,6 +54,7 @@ Maybe = torch.Tensor | None
 
 
 AHEAD = "its lines run at the end of the block before, as ffn_norm2 there"
+QUANTISED_AFTER = "the activation is quantised on its way to w2, which its own site does"
 
 
 class _Modulation(NamedTuple):
@@ -361,7 +363,7 @@ def _write_attention(
 
 
 def _write_feed_forward(readers: Readers, feed_forward: Any, original: Function, lines: Mapping[str, Line]) -> Function:
-    (line,) = lines.values()
+    line, product = lines[""], Product(lines["product"], feed_forward, _HALVES, biased=False)
 
     def why_not() -> str | None:
         if "_forward_silu_gating" in feed_forward.__dict__:
@@ -372,9 +374,14 @@ def _write_feed_forward(readers: Readers, feed_forward: Any, original: Function,
         reason = why_not()
         if reason is not None:
             line.declined[reason] += 1
+            product.pass_on(reason)
             return original(x)
-        gate, values = feed_forward.w1(x), feed_forward.w3(x)
         last = feed_forward.w2
+        if input_scale_of(last) is not None:
+            product.pass_on(QUANTISED_AFTER)
+        elif (gated := product(x)) is not None:
+            return last(gated)
+        gate, values = feed_forward.w1(x), feed_forward.w3(x)
         scale = where_plain(input_scale_of(last), gate, values)
         if scale is None or not may_quantise():
             x = line.site(gate, values)
@@ -386,9 +393,14 @@ def _write_feed_forward(readers: Readers, feed_forward: Any, original: Function,
     def why_tensor() -> str | None:
         return why_no_input_scale("w2", feed_forward.w2) if holds_fp8([feed_forward.w2]) else None
 
+    def why_no_product() -> str | None:
+        quantised = QUANTISED_AFTER if input_scale_of(feed_forward.w2) is not None else None
+        return why_not() or quantised or product.why_not()
+
     readers.add(Reader(feed_forward, _HALVES, lambda arguments: why_not(), forward))
-    line.watch = why_not
+    line.watch = lambda: why_not() or product.why_not_alone()
     line.why_tensor = why_tensor
+    lines["product"].watch = why_no_product
     return forward
 
 
@@ -420,7 +432,7 @@ FEED_FORWARD = Replacement(
         source(FeedForward, "forward", "1e3484a026a24699fcb095413edbd22570eadac9d9c433d95dbcc5eb5d98181b"),
         source(FeedForward, "_forward_silu_gating", "4af06261e665f60e1c13b1f1e40b1b10d2f339010ce46a0431c208b7644c4609"),
     ),
-    sites=(("", "swiglu"),),
+    sites=(("product", "linear_swiglu"), ("", "swiglu")),
     write=partial(_write_feed_forward, Readers()),
 )
 

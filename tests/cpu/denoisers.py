@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,8 @@ def one_ulp_up(tensor: torch.Tensor, index: int = -1) -> None:
 
 
 Kernel = Callable[..., Any]
+NOT_HERE = "the op takes no call of this test"
+PRODUCTS = ("linear_gelu_tanh", "linear_swiglu")
 
 
 class KernelGate(Gate):
@@ -137,12 +139,15 @@ class KernelGate(Gate):
 
     Attributes
     ----------
+    lacks : collection of str
+        Ops that say of every call that they do not take it.
     spoil : callable or None
         ``spoil(op_name, outputs)`` may write to the outputs of a kernel once its signature is verified.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, lacks: Collection[str] = (), **options: Any) -> None:
         super().__init__(unavailable=lambda device, host: None, **options)
+        self.lacks = lacks
         self.spoil: Callable[[str, Sequence[torch.Tensor]], None] | None = None
         self.ops: dict[str, Op] = {}
 
@@ -150,7 +155,9 @@ class KernelGate(Gate):
         """A site of the op with a Python kernel in place of the real one."""
         if op.name not in self.ops:
             self.ops[op.name] = dataclasses.replace(
-                op, prepare=lambda *args: self._kernel(op), unsupported=lambda *args: None
+                op,
+                prepare=lambda *args: self._kernel(op),
+                unsupported=lambda *args: NOT_HERE if op.name in self.lacks else None,
             )
         return super().site(name, self.ops[op.name], **options)
 

@@ -423,8 +423,8 @@ def test_report_counts_and_explains() -> None:
         run(model, inputs)
         rows = handle.report().to_json()
     assert json.loads(json.dumps(rows)) == rows
-    assert len(rows) == 27
-    both = [rows.pop(at) for at in reversed(range(27)) if rows[at]["site"].endswith((".norm2", ".next_norm1"))]
+    assert len(rows) == 31
+    both = [rows.pop(at) for at in reversed(range(31)) if rows[at]["site"].endswith((".norm2", ".next_norm1"))]
     assert len(both) == 3
     for row in both:
         assert (row["fused"], row["eager"], list(row["reasons"].values())) == (0, 0, [0])
@@ -442,14 +442,18 @@ def test_report_counts_and_explains() -> None:
         assert list(row) == ["site", "op", "fused", "eager", "reasons"]
         if row in elsewhere:
             continue
-        assert (row["fused"], row["eager"]) == (0, 2)
-        assert sum(row["reasons"].values()) == 2
         assert all("cpu" in reason.lower() for reason in row["reasons"])  # no kernel runs here, and it says so
+        assert sum(row["reasons"].values()) == 2
+        if row["op"] == "linear_gelu_tanh":  # nobody's eager calls: the site of the activation has them
+            assert (row["fused"], row["eager"]) == (0, 0)
+            continue
+        assert (row["fused"], row["eager"]) == (0, 2)
     assert {row["op"] for row in rows} == {
         "layer_norm_modulate",
         "gated_residual_norm_modulate",
         "gated_residual",
         "qk_norm_rope",
+        "linear_gelu_tanh",
         "gelu_tanh",
         "rms_norm_scale",
         "joint_projection",

@@ -217,15 +217,20 @@ def test_targets_of_denoisers() -> None:
         ("row_per_warp", "ours"),
         ("row_per_warp(__nv_bfloat16 const*, int)", "ours"),
         ("row_per_warp_of_somebody_else", "other"),
+        ("linear_and_more", "gemm"),
+        ("linear_and_more_of_somebody_else", "other"),
     ],
 )
 def test_classes_of_kernels(kernel: str, kind: str) -> None:
-    assert launches.class_of(kernel, ("row_per_warp", "heads_of_128")) == kind
+    assert launches.class_of(kernel, {**OURS, "heads_of_128": "ours", "linear_and_more": "gemm"}) == kind
+
+
+OURS = {"row_per_warp": "ours", "row_per_block": "ours"}
 
 
 def test_accounting_adds_up() -> None:
     events = [("nvjet_a", 100.0), ("nvjet_a", 300.0), ("Memset (Device)", 1.0), ("row_per_block", 16.0), ("x", 2.0)]
-    counted = launches.account(events, ("row_per_block",))
+    counted = launches.account(events, OURS)
     assert counted.total == 5
     assert counted.counts == {"gemm": 2, "attention": 0, "ours": 1, "copies": 1, "other": 1}
     assert counted.ms["gemm"] == pytest.approx(0.4)
@@ -264,7 +269,7 @@ def test_memsets_right_before_a_gemm_belong_to_it() -> None:
 
 def test_an_account_of_several_runs_is_of_one() -> None:
     one = [("nvjet_a", 100.0), ("row_per_block", 16.0)]
-    assert launches.account(one * 3, ("row_per_block",), runs=3) == launches.account(one, ("row_per_block",))
+    assert launches.account(one * 3, OURS, runs=3) == launches.account(one, OURS)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -274,6 +279,18 @@ def test_every_op_has_kernels_that_the_accounting_knows(op: Any) -> None:
     assert len(names) == text.count("__global__")
     assert bool(names) != bool(op.library)  # what a library launches counts as what it is
     assert not any(launches.class_of(name) in ("gemm", "attention", "copies") for name in names)
+    # A product of ours does what the floor's library does; its launches are not to look like work beside the GEMMs.
+    kind = "gemm" if op.is_product else "ours"
+    assert launches.kernels_of([op]) == dict.fromkeys(names, kind)
+    assert all(launches.class_of(name, launches.kernels_of(OPS)) == kind for name in names)
+
+
+def test_kernels_are_found_behind_every_attribute(tmp_path: Path) -> None:
+    heads = ("", "__launch_bounds__(256) ", "__cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(3 * LANES, 1)\n")
+    for number, head in enumerate(heads):
+        (tmp_path / f"{number}.cu").write_text(f'extern "C" __global__ void {head}kernel_{number}(int rows) {{}}')
+    paths = [tmp_path / f"{number}.cu" for number in range(3)]
+    assert launches.kernels_in(paths) == ("kernel_0", "kernel_1", "kernel_2")
 
 
 def test_compiling_ahead_skips_what_an_op_declines_and_tells_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:

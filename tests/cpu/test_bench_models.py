@@ -421,7 +421,7 @@ def test_bits_that_go_wrong_while_time_is_taken_are_noticed(
 
 def test_figures_add_up() -> None:
     counted = launches.account(
-        [("nvjet_a", 1000.0), ("flash", 500.0), ("mine", 30.0), ("Memcpy", 20.0), ("x", 50.0)], ("mine",)
+        [("nvjet_a", 1000.0), ("flash", 500.0), ("mine", 30.0), ("Memcpy", 20.0), ("x", 50.0)], {"mine": "ours"}
     )
     lane = variants.Lane(lambda: None, None, True, account=counted)
     row = variants.figures(lane, 2.0, "ours")

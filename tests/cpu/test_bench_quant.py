@@ -410,12 +410,12 @@ def test_biases_are_counted_where_an_op_took_them_in() -> None:
     ],
 )
 def test_scaled_products_count_as_gemm(kernel: str) -> None:
-    assert launches.class_of(kernel, launches.kernels_in(path for op in OPS for path in op.sources)) == "gemm"
+    assert launches.class_of(kernel, launches.kernels_of(OPS)) == "gemm"
 
 
 def test_launches_by_class_are_those_of_the_lane() -> None:
     counted = launches.account(
-        [("nvjet_a", 1000.0)] * 2 + [("flash", 500.0), ("mine", 30.0), ("Memcpy", 20.0)], ("mine",)
+        [("nvjet_a", 1000.0)] * 2 + [("flash", 500.0), ("mine", 30.0), ("Memcpy", 20.0)], {"mine": "ours"}
     )
     lane = variants.Lane(lambda: None, None, True, account=counted)
     assert quant._launches(lane) == {"launches_gemm": 2, "launches_attention": 1, "launches_other": 2}

@@ -172,7 +172,7 @@ OBSTACLES = {
     "another shape": (unlike_shape, "differ in shape, dtype or device"),
     "one bias missing": (without_bias, "missing or no plain parameter"),
     "a view": (view_of_something, "is shared with something else"),
-    "transposed": (transposed, "differ in shape, dtype or device"),
+    "transposed": (transposed, "is not contiguous"),
     "a subclass of Parameter": (subclassed, "no plain parameter"),
     "a hook": (hooked, "carries a hook or a forward of its own"),
     "a forward": (with_a_forward, "carries a hook or a forward of its own"),

@@ -136,7 +136,7 @@ def test_without_a_gpu_the_innermost_operators_count_but_a_gemm_is_one_whole() -
 
 def test_classes_in_order() -> None:
     found = trace.launches_in(forward_of_two_layers().events)
-    assert chains.kinds_of(found, ("row_per_warp",))[:9] == [
+    assert chains.kinds_of(found, {"row_per_warp": "ours"})[:9] == [
         "copies",
         "gemm",
         "gemm",
@@ -157,7 +157,7 @@ def test_classes_in_order() -> None:
 
 
 def test_chains_lie_between_gemm_attention_and_ours_and_stop_at_a_block() -> None:
-    found = chains.chains(trace.launches_in(forward_of_two_layers().events), ("row_per_warp",))
+    found = chains.chains(trace.launches_in(forward_of_two_layers().events), {"row_per_warp": "ours"})
     told = [(c.where, c.after, c.before, c.operators, c.times, c.launches, c.ms) for c in found]
     assert told == [
         ("layers.*", "gemm", "ours", ("mul x2", "add"), 2, 6, pytest.approx(0.032)),
@@ -167,7 +167,7 @@ def test_chains_lie_between_gemm_attention_and_ours_and_stop_at_a_block() -> Non
 
 
 def test_a_kernel_that_is_not_ours_joins_the_chain() -> None:
-    found = chains.chains(trace.launches_in(forward_of_two_layers().events), ())
+    found = chains.chains(trace.launches_in(forward_of_two_layers().events), {})
     assert found[0].operators == ("mul x2", "add", "[layers.*.norm (rms_norm_scale)]")
     assert found[0].before == "attention"
 
@@ -271,7 +271,7 @@ def test_no_time_of_ours_where_bits_differ(subject: Subject, bench: Bench) -> No
 
 def made(bits_equal: bool = True) -> Profile:
     launches = trace.launches_in(forward_of_two_layers().events)
-    counted: Launches = account([(launch.name, launch.us) for launch in launches], ("row_per_warp",))
+    counted: Launches = account([(launch.name, launch.us) for launch in launches], {"row_per_warp": "ours"})
     return Profile(
         "z-image",
         "1024x1024 on a Pretend 9",
@@ -281,7 +281,7 @@ def made(bits_equal: bool = True) -> Profile:
         Calls(2, 1, Counter({"a reason": 1})),
         {"rms_norm_scale": (2, 4_000_000_000), "swiglu": (1, 200_000_000)},
         4_200.0,
-        chains.chains(launches, ("row_per_warp",)),
+        chains.chains(launches, {"row_per_warp": "ours"}),
     )
 
 

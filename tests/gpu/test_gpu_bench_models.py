@@ -75,7 +75,7 @@ def kernels_of(account: Launches) -> dict[str, int]:
     """Launches of kernels by class, without copies and memsets."""
     found = dict.fromkeys(launches.CLASSES, 0)
     for name, (count, _) in account.kernels.items():
-        kind = launches.class_of(name, launches.kernels_in(path for op in OPS for path in op.sources))
+        kind = launches.class_of(name, launches.kernels_of(OPS))
         found["copies" if "memset" in name.lower() else kind] += count
     del found["copies"]
     return found
