@@ -1,7 +1,8 @@
 """diffusers' GELU in its tanh form: the activation of a feed-forward, patched on the activation itself.
 
-The module is a linear and the function after it. Where the product of ours takes the call, both are the site ``product``;
-else the linear is called as a module and the function is the other site. The feed-forward's own forward stays: it calls the activation, its dropout and the last linear as the modules they are.
+The module is a linear and the function after it. Where a product of ours takes the call, both are the site
+``product``; else the linear is called as a module and the function is the other site. The feed-forward's own forward
+stays: it calls the activation, its dropout and the last linear as the modules they are.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class Product:
     Parameters
     ----------
     line : Line
-        The site, of an op whose arguments are the input, the weight (and bias) of every linear, and the library's state.
+        The site, of an op that takes the input, the weight of every linear with its bias if it has one, and what
+        :func:`samebits.ops._library.blas_state` says.
     holder : torch.nn.Module
         Holds the linears.
     names : sequence of str
@@ -78,9 +79,12 @@ class Product:
     def __call__(self, x: Any) -> Tensor | None:
         """What the op returns for ``x`` ``(B, S, K)``; ``None``: call the linears and the activation's own site."""
         tensors = self._tensors()
-        reason = (self.why_not() or CHANGED) if tensors is None else self._why_not_these(x, tensors)
-        if tensors is None or reason is not None:
-            self._line.passed_on[reason or CHANGED] += 1
+        if tensors is None:
+            self.pass_on(self.why_not() or CHANGED)
+            return None
+        reason = self._why_not_these(x, tensors)
+        if reason is not None:
+            self.pass_on(reason)
             return None
         result: Tensor = self._learnt(x, None, x, *tensors, blas_state())
         return result
