@@ -678,9 +678,9 @@ def test_kernels_built_for_the_cpu(dtype: torch.dtype, name: str) -> None:
     """``host=True``: every call is compared, whatever the op makes of the dtype."""
     if name == "qwen":
         model, inputs = qwen(dtype), qwen_inputs(dtype, batch=1, mask=False)
-    else:  # of a width from which a hidden one follows that the kernel takes
-        model = z_image(dtype, dim=192, n_heads=6, n_kv_heads=6)
-        inputs = z_image_inputs(dtype)
+    else:  # in bf16 of a width from which a hidden one follows that the kernel takes
+        width = {"dim": 192, "n_heads": 6, "n_kv_heads": 6} if dtype == BF16 else {}
+        model, inputs = z_image(dtype, **width), z_image_inputs(dtype)
     expected = run(model, inputs)
     with apply(model, gate=Gate(), host=True) as handle:
         check(model, inputs, expected)
