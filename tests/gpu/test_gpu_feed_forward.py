@@ -1,4 +1,4 @@
-"""Both families' feed-forwards at their real size: the product with the activation in it, and who has the other calls."""
+"""Both families' feed-forwards at their real size: the product with its activation, and who has the other calls."""
 
 from __future__ import annotations
 
