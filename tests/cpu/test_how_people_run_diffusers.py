@@ -11,6 +11,7 @@ import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
 from accelerate.hooks import remove_hook_from_module
 from denoisers import (
+    PRODUCTS,
     KernelGate,
     check_same_bits,
     eager_calls,
@@ -365,6 +366,9 @@ def test_which_sites_group_offloading_makes_eager_and_that_they_say_why(build: t
         assert single or all("carries a hook" in reason for reason in row.reasons), row
     for name, row in uncalled.items():
         (reason,) = row.reasons
+        if row.op in PRODUCTS and kind == "leaf_level":
+            assert "carries a hook" in reason, row
+            continue
         alone = kind == "leaf_level" and reason.startswith("the two streams are served one by one: img_mlp is not")
         assert alone or reason.startswith("its lines run ") or "siglip" in name or name.endswith("next_norm1"), row
     # A site that is one norm alone lies under the hook of that norm.
