@@ -26,6 +26,10 @@ BUILD: dict[str, Callable[[torch.device], Denoiser]] = {
 }
 
 
+LEFT = ("rows are too few", "compute capability 9.0")
+"""Why a product leaves a call to the linears and the activation's own site, which has it fused."""
+
+
 @pytest.mark.parametrize("name", BUILD)
 def test_blocks_output_and_sampler_have_eagers_bits(name: str, device: torch.device) -> None:
     row = denoisers.measure(BUILD[name](device), Bench.on(device), OPS, rounds=1)
@@ -36,7 +40,8 @@ def test_blocks_output_and_sampler_have_eagers_bits(name: str, device: torch.dev
     assert DENOISERS.bits_equal(row), row
     assert row["fused_calls"] > 0
     # cuBLAS may compute a product of so few rows otherwise with joined weights; then the linears run apart.
-    others = {why: calls for why, calls in row["reasons"].items() if calls and not why.startswith("refused")}
+    counted = {why: calls for why, calls in row["reasons"].items() if calls and not why.startswith("refused")}
+    others = {why: calls for why, calls in counted.items() if not any(words in why for words in LEFT)}
     assert not others, others
     assert 0 < row["launches_ours"] < row["launches_eager"]
     assert row["by_class_ours"]["ours"] > 0
