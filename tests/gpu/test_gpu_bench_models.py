@@ -86,6 +86,12 @@ PRODUCTS_LESS = {"qwen-image": 0, "z-image": 2}
 one, Qwen-Image joins results alone. Each of these, of 128 rows and more here, is one launch."""
 
 
+def feed_forwards_in_one(denoiser: Denoiser) -> int:
+    """How many feed-forwards make their two first products in one launch: Z-Image's, but for those of the text, whose
+    128 rows are too few. Qwen-Image's have one product there, alone or with its activation."""
+    return len(denoiser.blocks) - len(denoiser.model.context_refiner) if denoiser.name == "z-image" else 0
+
+
 def test_a_replay_launches_what_its_forward_launched(denoiser: Denoiser, accounts: dict[str, Launches]) -> None:
     """The profiler sees inside graphs: exactly the kernels of the forward, class by class."""
     counts = {name: kernels_of(account) for name, account in accounts.items()}
@@ -94,7 +100,7 @@ def test_a_replay_launches_what_its_forward_launched(denoiser: Denoiser, account
         assert counts[f"{name}_graph"] == counts[name], name
     assert counts["ours"]["ours"] > 0
     assert counts["eager"]["ours"] == 0
-    fewer = PRODUCTS_LESS[denoiser.name] * len(denoiser.blocks)
+    fewer = PRODUCTS_LESS[denoiser.name] * len(denoiser.blocks) + feed_forwards_in_one(denoiser)
     assert counts["ours"]["gemm"] == counts["eager"]["gemm"] - fewer
     assert counts["ours"]["attention"] == counts["eager"]["attention"]
     for kind in ("gemm", "attention"):

@@ -37,13 +37,15 @@ def test_a_fused_picture_has_eagers_bits(
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["proof"] == {"equal": True, "void": False, "steps": 4, "first_difference": None}
-    # Weights are joined neither under a hook that moves them nor at the odd widths of the embedded models.
-    by_themselves = {"joint_projection", "attention"}
-    called = [s for s in found["sites"] if (s["fused"] or s["eager"]) and s["op"] not in by_themselves]
-    assert len(called) > len(found["sites"]) / 2
+    # Weights are joined neither under a hook that moves them nor at the odd widths of the embedded models, which are
+    # too narrow for products of ours too.
+    by_themselves = {"joint_projection", "attention", "linear_gelu_tanh", "linear_swiglu"}
+    others = [site for site in found["sites"] if site["op"] not in by_themselves]
+    called = [site for site in others if site["fused"] or site["eager"]]
+    assert len(called) > len(others) / 2
     eager = {site["site"] for site in called if not site["fused"]}
     assert eager == ({site["site"] for site in called if reads_a_norm(site)} if offload == "group" else set())
-    for site in (site for site in found["sites"] if site["op"] not in by_themselves):
+    for site in others:
         told = [reason for reason in site["reasons"] if "carries a hook" in reason]
         if site["site"] in eager:
             assert site["reasons"] == dict.fromkeys(told[:1], site["eager"]), site
