@@ -35,6 +35,7 @@ from samebits.models import _products
 from samebits.models._family import Line
 from samebits.models._packed import AUTOCAST
 from samebits.models._products import Product
+from samebits.models.z_image import QUANTISED_AFTER
 from samebits.ops import by_name
 from samebits.quant.linear import Fp8Linear
 
@@ -689,3 +690,23 @@ def test_kernels_built_for_the_cpu(dtype: torch.dtype, name: str) -> None:
         assert sum(calls) == 8
         if dtype == BF16:
             assert calls[0] >= 4, [row.reasons for row in of(handle, product)]
+
+
+def test_an_activation_that_is_quantised_for_the_last_linear_has_its_own_site() -> None:
+    """``w2`` alone in FP8: SwiGLU quantises for it, which the product does not do."""
+    model, inputs = z_image(BF16), z_image_inputs(BF16)
+    plain = run(model, inputs)
+    for layer in model.layers:
+        layer.feed_forward.w2 = Fp8Linear.of(layer.feed_forward.w2, 0.05).requires_grad_(False)
+    expected = run(model, inputs)
+    assert not same_bits(expected, plain)
+    with apply(model, gate=KernelGate()) as handle:
+        check(model, inputs, expected)
+        rows = {row.site: row for row in handle.report().rows}
+        for number in range(2):
+            site = f"layers.{number}.feed_forward"
+            row = rows[f"{site}.product"]
+            assert (row.fused, row.eager, row.reasons) == (0, 0, {QUANTISED_AFTER: 2})
+            assert rows[site].fused + rows[site].eager == 2
+            assert rows[f"{site}.w2.input"].fused + rows[f"{site}.w2.input"].eager == 0  # it comes quantised
+        assert rows["noise_refiner.0.feed_forward.product"].fused >= 1
