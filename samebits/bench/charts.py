@@ -26,14 +26,17 @@ def available() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+_MOST_COLUMNS = 4
+
+
+def _figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
     # A figure of its own, without pyplot: no display, no global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
+    return figure, figure.subplots(rows, columns, squeeze=False).flatten()
 
 
 def _save(figure: Any, path: Path) -> Path:
@@ -87,8 +90,12 @@ def models_chart(rows: Iterable[Row], path: Path) -> Path | None:
     found = {key: timed for key, timed in found.items() if timed}
     if not found:
         return None
-    figure, panels = _figure(5.5 * len(found), 3.6, len(found))
-    for panel, ((model, size, batch), timed) in zip(panels, found.items(), strict=True):
+    columns = min(_MOST_COLUMNS, len(found))
+    lines = -(-len(found) // columns)
+    figure, panels = _figure(5.5 * columns, 3.6 * lines, columns, lines)
+    for panel in panels[len(found) :]:
+        panel.axis("off")
+    for panel, ((model, size, batch), timed) in zip(panels, found.items(), strict=False):
         colours = [
             COLOURS["ours"]
             if row["variant"].startswith("ours")

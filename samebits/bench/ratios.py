@@ -19,11 +19,13 @@ Groups = dict[tuple[str, int, int], dict[str, evidence.Row]]
 
 
 def groups(rows: Iterable[evidence.Row]) -> Groups:
-    """Rows by (model, size, batch), then by variant."""
+    """Rows by (model, size, batch), then by variant; the models as they come, each from small to large."""
     found: Groups = {}
+    models: dict[str, int] = {}
     for row in rows:
+        models.setdefault(row["model"], len(models))
         found.setdefault((row["model"], row["size"], row["batch"]), {})[row["variant"]] = row
-    return found
+    return dict(sorted(found.items(), key=lambda item: (models[item[0][0]], item[0][2], item[0][1])))
 
 
 def ratio(group: Mapping[str, evidence.Row], over: str, under: str) -> float | None:

@@ -504,6 +504,19 @@ def test_rows_can_be_added_to_those_of_the_same_source(
     assert [row["size"] for row in evidence.read(tmp_path / "models.json").rows] == [64, 64]
 
 
+def test_groups_go_from_small_to_large_whatever_order_rows_came_in() -> None:
+    came = [("z", 1024, 1), ("q", 2048, 1), ("q", 512, 1), ("z", 1024, 2), ("z", 512, 1), ("q", 512, 2)]
+    rows = [{"model": model, "size": size, "batch": batch, "variant": "eager"} for model, size, batch in came]
+    assert list(ratios.groups(rows)) == [
+        ("z", 512, 1),
+        ("z", 1024, 1),
+        ("z", 1024, 2),
+        ("q", 512, 1),
+        ("q", 2048, 1),
+        ("q", 512, 2),
+    ]
+
+
 def test_two_runs_add_to_one_record_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "package_hash", lambda: "same")
     both = threading.Barrier(2)
