@@ -67,7 +67,7 @@ def pipeline(
     from samebits.loading import Source, find
 
     random = model in RANDOM
-    source = Source(model, RANDOM[model], None, False, False, 16, 4096, 2) if random else find(model)
+    source = Source(model, RANDOM[model], None, False, False, 16, 4096, 2) if random else find(model, RANDOM)
     side, steps = size or source.side, steps or (RANDOM_STEPS if random else source.steps)
     source.check_size(side, side)
     source.check_steps(steps)

@@ -18,8 +18,8 @@ from samebits.cli._bench_quant import quant
 def bench() -> None:
     """Measure on an NVIDIA GPU: bits first, and a time of ours only where they are equal.
 
-    Exit code 0: all bits equal. 1: some differ, or a case failed. 2: usage, or no GPU. Without a GPU, models,
-    pipeline and quant run tiny models and say that the figures mean nothing.
+    Exit code 0: all bits equal. 1: some differ, or a case failed. 2: usage, or no GPU. Without a GPU, models
+    and quant run tiny models, pipeline takes what has weights of its own, and all say that the figures mean nothing.
     """
 
 

@@ -44,7 +44,7 @@ def profile(
     if not random:
         from samebits.loading import find
 
-        source = find(model)
+        source = find(model, models.BUILDERS)
         source.check_size(size or source.side, size or source.side)
     side = size or (source.side if source is not None else 1024 if cuda else models.SMALL_SIZE)
 

@@ -8,7 +8,7 @@ diffusers or transformers would fill up with random weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ _EMBEDDED = {"tiny-qwen-image": ("QwenImagePipeline", 2), "tiny-z-image": ("ZIma
 """The class of each embedded pipeline, and how many steps its schedule needs."""
 
 
-def find(model: str) -> Source:
+def find(model: str, beside: Iterable[str] = ()) -> Source:
     """Find out what a name stands for. Reads small files only, from the disk or from the hub.
 
     Parameters
@@ -48,6 +48,8 @@ def find(model: str) -> Source:
     model
         A name of :data:`samebits.tiny.NAMES`, a folder with a ``model_index.json``, or a hub id ``owner/name``. An
         existing folder wins over a hub id of the same spelling.
+    beside
+        Names that the caller takes without asking here; the error for a name that is nothing has them too.
 
     Raises
     ------
@@ -68,7 +70,7 @@ def find(model: str) -> Source:
         return source
     owner, _, name = model.partition("/")
     if not (owner and name) or "/" in name or owner in {".", "..", "~"}:
-        names = ", ".join(tiny.NAMES)
+        names = ", ".join((*beside, *tiny.NAMES))
         problem = f"no such model. Expected {names}, a folder that exists, or a hub id such as Qwen/Qwen-Image."
         raise ModelError(model=model, problem=problem)
     from samebits.loading import hub

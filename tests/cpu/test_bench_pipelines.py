@@ -254,6 +254,7 @@ def test_a_record_that_nothing_can_be_added_to_is_found_before_anything_is_paint
         (("z-image", "--no-cold", "--out", "x"), "--no-cold measures with whatever"),
         (("z-image", "--no-cold", "--add"), "--no-cold measures with whatever"),
         (("tiny-z-image", "--add"), "leaves one with --out only"),
+        (("nope",), "no such model. Expected qwen-image, z-image, tiny-qwen-image, tiny-z-image"),
     ],
 )
 def test_bad_input_on_a_gpu(arguments: tuple[str, ...], said: str) -> None:

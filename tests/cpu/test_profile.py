@@ -321,7 +321,7 @@ def invoke(*arguments: str) -> Result:
     ("arguments", "said"),
     [
         ((), "MODEL"),
-        (("nope",), "no such model"),
+        (("nope",), "no such model. Expected z-image, qwen-image, tiny-qwen-image, tiny-z-image"),
         (("z-image", "--size", "100", "--device", "cpu"), "multiple of 16"),
         (("tiny-z-image", "--batch", "2"), "--batch is for"),
         (("tiny-z-image", "--size", "50"), "multiples of"),
