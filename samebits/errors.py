@@ -179,8 +179,8 @@ class UnsupportedModelError(SamebitsError, ValueError):
     """There is no denoiser of a known family in what was given to ``apply``."""
 
     template = (
-        "there is nothing in a {got} that samebits can stand for: expected a diffusers pipeline whose denoiser is one "
-        "of {families}, or such a denoiser itself."
+        "there is nothing in what was given, of the type {got}, that samebits can stand for: expected a diffusers "
+        "pipeline whose denoiser is one of {families}, or such a denoiser itself."
     )
 
     def __init__(self, message: str | None = None, *, got: str = "", families: str = "") -> None:
