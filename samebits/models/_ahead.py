@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,19 +242,34 @@ def _nobody_else_in(block: nn.Module) -> bool:
     the process are no matter: while there is one, no forward of ours runs.
     """
     modules: list[Any] = [block]
-    while modules:
-        module = modules.pop()
+    for module in modules:  # which grows meanwhile
+        if module is None:
+            continue
         attributes = module.__dict__
         before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
         if (before and not _only_look(before)) or (after and not _only_look(after)):
             return False
-        forward = attributes.get("forward")
-        if forward is not None and not _is_placed_by_us(module, forward):
-            return False
+        if "forward" in attributes:
+            forward = attributes["forward"]
+            if forward is not None and not _is_placed_by_us(module, forward):
+                return False
         children = attributes["_modules"]
         if children:
-            modules += [child for child in children.values() if child is not None]
+            modules += children.values()
     return True
+
+
+def _modules_of(module: nn.Module) -> list[nn.Module]:
+    """``module`` and every module in it, each once, in a fixed order.
+
+    The walk of ``nn.Module.modules`` builds a name for each, which costs several times as much.
+    """
+    found: list[Any] = [module]
+    for each in found:  # which grows meanwhile
+        children = each.__dict__["_modules"]
+        if children:
+            found += [child for child in children.values() if child is not None and child not in found]
+    return found
 
 
 def may_run_early(modulation: nn.Module, source: Tensor) -> bool:
@@ -265,22 +280,26 @@ def may_run_early(modulation: nn.Module, source: Tensor) -> bool:
     """
     if source.is_inference():
         return False
-    for module in modulation.modules():
-        if not calls_only_forward(module.__dict__):
+    for module in _modules_of(modulation):
+        attributes = module.__dict__
+        if not calls_only_forward(attributes):
             return False
-        for parameter in module._parameters.values():
+        for parameter in attributes["_parameters"].values():
             if parameter is not None and (
                 parameter.device != source.device or parameter.dtype != source.dtype or parameter.is_inference()
             ):
                 return False
-        for buffer in module._buffers.values():  # the weights and scales of a quantised linear
+        for buffer in attributes["_buffers"].values():  # the weights and scales of a quantised linear
             if buffer is not None and (buffer.device != source.device or buffer.is_inference()):
                 return False
     return True
 
 
-def weights_of(modulation: nn.Module) -> Iterator[Tensor | None]:
+def weights_of(modulation: nn.Module) -> list[Tensor | None]:
     """Every parameter of ``modulation``, and every buffer: a quantised linear keeps its weight in one."""
-    for module in modulation.modules():
-        yield from module._parameters.values()
-        yield from module._buffers.values()
+    weights: list[Tensor | None] = []
+    for module in _modules_of(modulation):
+        attributes = module.__dict__
+        weights += attributes["_parameters"].values()
+        weights += attributes["_buffers"].values()
+    return weights

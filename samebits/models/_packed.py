@@ -67,6 +67,8 @@ class SideBySide:
     def joined(self) -> Matrix | None:
         """The linears as one, where they are plain and their weights lie side by side. Asked on every call."""
         modules = self._attn._modules
+        if len(self.names) == 1:
+            return _alone(modules.get(self.names[0]))
         weights: list[Any] = []
         biases: list[Any] = []
         for name in self.names:
@@ -87,8 +89,6 @@ class SideBySide:
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (*weights, *biases)):
             return None  # the gradient of one view would not reach the other two
         count, weight = len(weights), weights[0]
-        if count == 1:
-            return Matrix(weight, first)
         rows, width = weight.shape
         try:
             whole = weight.as_strided((count * rows, width), (width, 1))
@@ -195,6 +195,24 @@ class SideBySide:
 
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _alone(linear: Any) -> Matrix | None:
+    """What ``SideBySide.joined`` says of a single linear: nothing has to lie beside it."""
+    if type(linear) is not Linear:
+        return None
+    attributes = linear.__dict__
+    if not calls_only_forward(attributes):
+        return None
+    parameters = attributes["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if type(weight) is not Parameter or not weight.is_contiguous():
+        return None
+    if bias is not None and (type(bias) is not Parameter or not bias.is_contiguous()):
+        return None
+    if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
+        return None  # the gradient would not reach the parameter
+    return Matrix(weight, bias)
 
 
 def _lie_side_by_side(parameters: list[Any]) -> bool:

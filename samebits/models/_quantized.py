@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from samebits import capture
 from samebits.models._ahead import Unwritten
 from samebits.models._family import Line, source
-from samebits.modules import calls_only_forward
+from samebits.modules import calls_nothing_else, calls_only_forward
 from samebits.quant._fp8 import QuantizedInput
 from samebits.quant.deferred import Deferrals, DeferredBias, why_not_defer
 from samebits.quant.linear import Fp8Linear
@@ -112,12 +112,8 @@ def is_placed(module: nn.Module) -> bool:
         and code is not None
         and code.co_qualname == "_dispatcher.<locals>.forward"
         and code.co_filename.replace("\\", "/").endswith("samebits/patch.py")
-        and calls_only_forward(_without_forward(attributes))
+        and calls_nothing_else(attributes)
     )
-
-
-def _without_forward(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if name != "forward"}
 
 
 def why_not_past(name: str, part: nn.Module, lines: object) -> str | None:
@@ -259,16 +255,24 @@ class QuantizedFeedForward:
         layers = self._plain_layers()
         if layers is None or not all(calls_only_forward(part.__dict__) for part in (layers[0].proj, layers[1])):
             return False, None
-        return True, self._first.of([layers[0].proj]) if _are_quantised(layers) else None
+        return True, self._first.of([layers[0].proj]) if self._ends_in_fp8() and _are_quantised(layers) else None
+
+    def _ends_in_fp8(self) -> bool:
+        """Whether the last layer is in FP8. Most models have none, so this is asked before everything that costs."""
+        net = self._module._modules.get("net")
+        return net is not None and type(net._modules.get("2")) is Fp8Linear
 
     def _is_known(self, mlp: Any) -> bool:
         return type(mlp) is FeedForward and self._source_is_known
 
     def _plain_layers(self) -> tuple[Any, Any] | None:
         mlp = self._module
-        if not self._is_known(mlp) or not calls_only_forward(mlp.__dict__) or len(mlp.net) != 3:
+        if not self._is_known(mlp) or not calls_only_forward(mlp.__dict__):
             return None
-        activation, dropout, last = mlp.net
+        layers = list(mlp.net)
+        if len(layers) != 3:
+            return None
+        activation, dropout, last = layers
         if activation not in self._parts.gelus or not is_placed(activation) or activation.approximate != "tanh":
             return None
         if "gelu" in activation.__dict__ or type(dropout) is not nn.Dropout or dropout.training:
@@ -276,12 +280,12 @@ class QuantizedFeedForward:
         return (activation, last) if calls_only_forward(dropout.__dict__) else None
 
     def _layers(self) -> tuple[Any, Any] | None:
-        layers = self._plain_layers()
+        layers = self._plain_layers() if self._ends_in_fp8() else None
         return layers if layers is not None and _are_quantised(layers) else None
 
     def __call__(self, x: Any, deferrals: Deferrals | None, name: str) -> Tensor | DeferredBias:
         """The feed-forward of a tensor or a quantised input; with ``deferrals`` without its last bias."""
-        layers = self._layers() if may_quantise() else None
+        layers = self._layers() if self._ends_in_fp8() and may_quantise() else None
         if layers is None:
             result: Tensor = self._module(x)
             return result

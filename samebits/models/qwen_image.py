@@ -50,6 +50,7 @@ from samebits.models._quantized import (
 )
 from samebits.models._shared_silu import SharedSilu, is_silu_and_one_more
 from samebits.quant.deferred import Deferrals, DeferredBias, why_not_defer
+from samebits.quant.linear import Fp8Linear
 
 Block = theirs.QwenImageTransformerBlock
 Processor = theirs.QwenDoubleStreamAttnProcessor2_0
@@ -248,6 +249,12 @@ _READ = {"img": ("to_q", "to_k", "to_v"), "txt": ("add_q_proj", "add_k_proj", "a
 """The attention's linears that read the first norm of a stream."""
 
 
+def _may_share(attn: Any) -> bool:
+    """Whether the first linear that reads one of the two inputs is in FP8; else neither input has a scale."""
+    modules = attn._modules
+    return type(modules.get("to_q")) is Fp8Linear or type(modules.get("add_q_proj")) is Fp8Linear
+
+
 class AttentionScales:
     """The numbers that the inputs of a block's attention may be quantised with, once for all of its projections."""
 
@@ -256,10 +263,15 @@ class AttentionScales:
         self._image, self._text = SharedScale(), SharedScale()
 
     def of(
-        self, block: Any, arguments: dict[str, Any], width: int
+        self, block: Any, arguments: dict[str, Any], width: int, defers: bool = False
     ) -> tuple[Inner | None, torch.Tensor | None, torch.Tensor | None]:
-        """The attention's own lines if they may be called past the module, and the scales of its two inputs."""
+        """The attention's own lines if they may be called past the module, and the scales of its two inputs.
+
+        Without a scale the lines are of use to who ``defers`` alone; nobody else is given them.
+        """
         attn = block.attn
+        if not defers and not _may_share(attn):  # most models have no such linears: ask no more
+            return None, None, None
         inner = self._parts.attentions.get(attn)
         if inner is None or not may_quantise() or not is_placed(attn) or not inner.ready(arguments):
             return None, None, None
@@ -336,7 +348,7 @@ def _write_block(
         }
         plain = may_quantise()
         stays = None if late is None else late.why_not(x)
-        attention, img_scale, txt_scale = scales.of(block, attention_arguments, x.shape[-1])
+        attention, img_scale, txt_scale = scales.of(block, attention_arguments, x.shape[-1], late is not None)
         img_normed: Any = None
         txt_normed: Any = None
         if ahead is not None:
