@@ -206,9 +206,12 @@ def _address(tensor: Tensor) -> int:
 
 def _unchanged(before: list[Unwritten], now: Iterable[Tensor | None]) -> bool:
     tensors = list(now)  # fewer or more where a LoRA or a part came or went
-    return len(before) == len(tensors) and all(
-        was.is_still(tensor) for was, tensor in zip(before, tensors, strict=True)
-    )
+    if len(before) != len(tensors):
+        return False
+    for was, tensor in zip(before, tensors, strict=True):  # noqa: SIM110 - without a frame for every tensor
+        if not was.is_still(tensor):
+            return False
+    return True
 
 
 def _only_look(hooks: Mapping[int, Any]) -> bool:

@@ -115,9 +115,13 @@ class Product:
         if x.requires_grad and torch.is_grad_enabled():
             return GRADIENT
         device = x.device
-        if any(tensor.device != device for tensor in tensors):
-            return ELSEWHERE
-        if x.is_cuda and any(tensor.data_ptr() % ALIGNMENT_BYTES for tensor in (x, *tensors)):
+        addresses = x.data_ptr() if x.is_cuda else 0
+        for tensor in tensors:
+            if tensor.device != device:
+                return ELSEWHERE
+            if x.is_cuda:
+                addresses |= tensor.data_ptr()
+        if addresses % ALIGNMENT_BYTES:
             return UNALIGNED
         return self._learnt.why_not(x, None) or self._unfit(x, tensors)
 

@@ -253,9 +253,12 @@ class QuantizedFeedForward:
         That is so where it is diffusers' own with an activation of ours, and nothing is hooked onto any part of it.
         """
         layers = self._plain_layers()
-        if layers is None or not all(calls_only_forward(part.__dict__) for part in (layers[0].proj, layers[1])):
+        if layers is None:
             return False, None
-        return True, self._first.of([layers[0].proj]) if self._ends_in_fp8() and _are_quantised(layers) else None
+        proj, last = layers[0].proj, layers[1]
+        if not calls_only_forward(proj.__dict__) or not calls_only_forward(last.__dict__):
+            return False, None
+        return True, self._first.of([proj]) if self._ends_in_fp8() and _are_quantised(layers) else None
 
     def _ends_in_fp8(self) -> bool:
         """Whether the last layer is in FP8. Most models have none, so this is asked before everything that costs."""
