@@ -328,9 +328,11 @@ class Handle:
         if line.site is None:
             return Row(line.name, line.op, 0, 0, {line.why_eager or "": 0})
         counters = line.site.counters
-        reasons = dict(Counter(counters.reasons) + line.declined + line.passed_on)
-        eager = counters.eager + sum(line.declined.values())
-        if not counters.fused and not eager and not line.passed_on:
+        # Copied at once: other threads may be counting.
+        declined, passed_on = Counter(dict(line.declined)), Counter(dict(line.passed_on))
+        reasons = dict(Counter(dict(counters.reasons)) + declined + passed_on)
+        eager = counters.eager + sum(declined.values())
+        if not counters.fused and not eager and not passed_on:
             ahead = COMPILED if self._compiled[line]() else line.watch() if line.watch is not None else None
             reasons = {ahead or NEVER_CALLED: 0}
         return Row(line.name, line.op, counters.fused, eager, reasons)

@@ -46,7 +46,7 @@ from samebits.signature import Key, why_no_key
 from samebits.site import Site
 from samebits.trial import Trials
 from samebits.trust import Store, default_store
-from samebits.verdict import Revocation, State, Table, Verdict
+from samebits.verdict import FINAL, Revocation, State, Table, Verdict
 from samebits.verify import is_retryable, summary
 
 __all__ = [
@@ -286,7 +286,7 @@ class Gate:
                 return awaited.recheck(site, table, entry, launcher, args)
             site.come_by(1 if awaited.outstanding else None)
             return site.launch(launcher, key, args)
-        if entry.state in (State.REFUSED, State.UNSUPPORTED, State.FAILED):
+        if entry.state in FINAL:
             ledger.raise_if_strict(site, entry, None)
             return site.run_eager(args, entry.reason)
         obstacle = trials.claim(table, entry)

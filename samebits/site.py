@@ -17,7 +17,7 @@ from samebits import capture
 from samebits.guess import Guess, make_guess
 from samebits.ops._op import Launcher, Op, Outputs
 from samebits.signature import Key, signature_key
-from samebits.verdict import Counters, Table
+from samebits.verdict import FINAL, Counters, Table
 from samebits.watch import NEVER, first_due, gap
 
 if TYPE_CHECKING:
@@ -154,6 +154,12 @@ class Site:
             return self._gate.launch_raised(self, self._table, signature_key(args), args, raised)
         finally:
             del raised  # Its traceback holds this frame: a cycle that would keep the tensors alive.
+
+    def final(self, args: tuple[Any, ...]) -> str | None:
+        """Say why the reference answers every call of the signature of ``args``, or ``None`` where that may change."""
+        key = signature_key(args)
+        entry = None if key is None else self._table.entries.get(key)
+        return entry.reason if entry is not None and entry.state in FINAL else None
 
     @property
     def every(self) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from samebits import capture
+from samebits.ops._library import attention_state, blas_state
 from samebits.ops._op import Outputs
 from samebits.reasons import (
     A_CALL,
@@ -29,7 +30,7 @@ from samebits.reasons import (
     VOUCHED,
 )
 from samebits.trust import Word
-from samebits.verdict import Entry, State, Table
+from samebits.verdict import FINAL, Entry, State, Table
 from samebits.verify import check, check_made_up, count
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 PENDING_LIMIT = 256
 """Signatures remembered from captures; later ones are remembered when they are met again."""
+
+STATE = "state"
+"""What the argument of a reference is called that holds the flags of one of torch's libraries."""
 
 _log = logging.getLogger("samebits")
 
@@ -142,7 +146,7 @@ class Trials:
             with ledger.lock:
                 site.counters.fused += 1
             return expected
-        final = entry.state in (State.REFUSED, State.UNSUPPORTED, State.FAILED)
+        final = entry.state in FINAL
         confirming = entry.vouched or entry.basis == VOUCHED
         reason = entry.reason if final else entry.cause or (HINTED if confirming else COMPARED)
         ledger.count_eager(site.counters, reason)
@@ -153,7 +157,7 @@ class Trials:
         ledger = self._ledger
         with ledger.lock:
             # What eager does under another flag says nothing about this signature.
-            entry = next((entry for entry in self.pending if not entry.busy and entry.signature.current), None)
+            entry = next((entry for entry in self.pending if not entry.busy and _is_current(entry)), None)
             if entry is None:
                 return
             table = self.pending[entry]
@@ -242,3 +246,15 @@ class Trials:
             self._warned.add((device, table.host))
             _log.warning("samebits: everything on %s runs eager: %s", device, reason)
         return reason or table.op.unsupported(*args)
+
+
+def _is_current(entry: Entry) -> bool:
+    """Whether eager would dispatch now as it did when the signature was met, as far as flags of the process decide.
+
+    Ops whose sums are a library's have its flags among their arguments, called ``state``.
+    """
+    signature = entry.signature
+    if not signature.current:
+        return False
+    then = [arg for name, arg in zip(signature.names, signature.args, strict=True) if name == STATE]
+    return not then or all(state in (blas_state(), attention_state()) for state in then)

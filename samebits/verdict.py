@@ -41,6 +41,10 @@ class State(enum.Enum):
     """The kernel could not be built or launched. Final."""
 
 
+FINAL = (State.REFUSED, State.UNSUPPORTED, State.FAILED)
+"""After these no later call of the signature reaches the kernel."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """One row of a report: what was found about one signature.

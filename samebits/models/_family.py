@@ -33,6 +33,20 @@ class Join(Protocol):
         ...
 
 
+REASONS_LIMIT = 64
+"""Different reasons that a line counts by name; the rest are counted together."""
+OTHER_REASONS = "other reasons"
+
+
+class Reasons(Counter[str]):
+    """Calls by reason. A sentence may hold a number that never comes twice, such as the tokens of a prompt."""
+
+    def __setitem__(self, reason: str, calls: int) -> None:
+        if len(self) >= REASONS_LIMIT and reason not in self:
+            reason, calls = OTHER_REASONS, self[OTHER_REASONS] + calls
+        super().__setitem__(reason, calls)
+
+
 class Line:
     """One site of one model: the line of a forward for which an op stands.
 
@@ -47,9 +61,9 @@ class Line:
         around it was not written anew.
     why_eager : str or None
         Why ``site`` is ``None``.
-    declined : Counter
+    declined : Reasons
         Calls that kept diffusers' own lines before the gate was asked, by reason.
-    passed_on : Counter
+    passed_on : Reasons
         Calls whose lines ran at another site of ours instead, by reason: nobody's eager calls.
     joins : tuple of Join
         What ``samebits.apply`` puts together for this site once every forward is in place.
@@ -64,8 +78,8 @@ class Line:
         self.op = op
         self.site = site
         self.why_eager = why_eager
-        self.declined: Counter[str] = Counter()
-        self.passed_on: Counter[str] = Counter()
+        self.declined = Reasons()
+        self.passed_on = Reasons()
         self.joins: tuple[Join, ...] = ()
         self.watch: Callable[[], str | None] | None = None
         """Says why the next call would keep diffusers' own lines; for a report before the first call."""

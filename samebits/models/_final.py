@@ -6,14 +6,18 @@ go on asking the larger one once the gate has said that it will never open for t
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samebits.models._family import Line
 
-FINAL = ("refused", "unsupported", "failed")
-"""How a reason begins that no later call changes."""
+LIMIT = 512
+"""So many shapes are remembered at most: a program whose shapes never repeat must not fill memory."""
+
+_deterministic = torch.are_deterministic_algorithms_enabled
 
 
 class Learnt:
@@ -29,29 +33,34 @@ class Learnt:
         self._line = line
         self._known: dict[tuple[Any, ...], str] = {}
         """Shapes whose verdict is final and against us, with the gate's words for it."""
-        self._counted: dict[str, int] = {}
 
-    def why_not(self, x: Tensor, text: Tensor | None) -> str | None:
+    def why_not(self, x: Tensor, text: Tensor | None, about: Hashable = None) -> str | None:
         """Why the site is not asked about tensors of these shapes any more, or ``None``."""
-        return self._known.get(_shapes(x, text)) if self._known else None
+        return self._known.get(_shapes(x, text, about)) if self._known else None
 
-    def __call__(self, x: Tensor, text: Tensor | None, *args: Any) -> Any:
-        """What the site returns for ``args``; a final verdict is remembered for the shapes of ``x`` and ``text``."""
+    def __call__(self, x: Tensor, text: Tensor | None, *args: Any, about: Hashable = None) -> Any:
+        """What the site returns for ``args``.
+
+        A final verdict is remembered for the shapes of ``x`` and ``text`` and for what else the verdict is ``about``:
+        flags of a library, which may be set back.
+        """
         site = self._line.site
-        counters = site.counters
-        eager = counters.eager
+        eager = site.counters.eager
         result = site(*args)
-        if counters.eager != eager:
-            self._look(x, text, counters.reasons)
+        if site.counters.eager != eager:  # this thread's call or another's
+            told = site.final(args)
+            if told is not None:
+                remember(self._known, _shapes(x, text, about), told)
         return result
 
-    def _look(self, x: Tensor, text: Tensor | None, reasons: Any) -> None:
-        final = {reason: calls for reason, calls in list(reasons.items()) if reason.startswith(FINAL)}
-        told = next((reason for reason, calls in final.items() if calls > self._counted.get(reason, 0)), None)
-        self._counted = final
-        if told is not None:
-            self._known[_shapes(x, text)] = told
+
+def remember(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+    """Keep ``value``; where there are too many, all others are forgotten and asked for again."""
+    if len(known) >= LIMIT:
+        known.clear()
+    known[key] = value
 
 
-def _shapes(x: Tensor, text: Tensor | None) -> tuple[Any, ...]:
-    return x.dtype, x.device, tuple(x.shape), x.stride(), None if text is None else (tuple(text.shape), text.stride())
+def _shapes(x: Tensor, text: Tensor | None, about: Hashable) -> tuple[Any, ...]:
+    words = None if text is None else (text.shape, text.stride())
+    return x.dtype, x.device, x.shape, x.stride(), words, about, _deterministic()

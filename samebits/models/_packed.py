@@ -162,6 +162,8 @@ class SideBySide:
             for parameter in alike:
                 if type(parameter) is not Parameter or parameter.is_inference():
                     return f"a weight of {self._told} is missing or no plain parameter"
+                if parameter.layout is not torch.strided:
+                    return f"a weight of {self._told} is sparse"
             if len({(p.shape, p.dtype, p.device) for p in alike}) > 1:
                 return f"the weights of {self._told} differ in shape, dtype or device"
             if not all(p.is_contiguous() for p in alike):
@@ -221,7 +223,8 @@ def _lie_side_by_side(parameters: list[Any]) -> bool:
     Equal addresses *and* storage offsets that fit: memory that was allocated next to other memory has offset zero.
     """
     first = parameters[0]
-    if type(first) is not Parameter or not first.is_contiguous():
+    # Sparse ones refuse to be asked whether they are contiguous.
+    if type(first) is not Parameter or first.layout is not torch.strided or not first.is_contiguous():
         return False
     shape, dtype, numel = first.shape, first.dtype, first.numel()
     offset, address, size = first.storage_offset(), first.data_ptr(), numel * first.element_size()
@@ -230,6 +233,7 @@ def _lie_side_by_side(parameters: list[Any]) -> bool:
         address += size
         if (
             type(parameter) is not Parameter
+            or parameter.layout is not torch.strided
             or parameter.data_ptr() != address
             or parameter.storage_offset() != offset
             or parameter.shape != shape
@@ -322,12 +326,13 @@ class Projections:
         if image is None or (self._text is not None and words is None):
             line.declined[self.why_not() or APART.format(names="the projections")] += 1
             return None
-        reason = _why_not_these(x, text) or self._learnt.why_not(x, text)
+        state = blas_state()
+        reason = _why_not_these(x, text) or self._learnt.why_not(x, text, state)
         if reason is not None:
             line.declined[reason] += 1
             return None
         args = (None, None, None) if words is None else (text, *words)
-        result: Tensor = self._learnt(x, text, x, *image, *args, self._parts, blas_state())
+        result: Tensor = self._learnt(x, text, x, *image, *args, self._parts, state, about=state)
         return result
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from samebits import capture
 from samebits.models._family import Line, TorchForward
-from samebits.models._final import Learnt
+from samebits.models._final import Learnt, remember
 from samebits.models._norms import CHANGED
 from samebits.models._packed import AUTOCAST, SideBySide
 from samebits.ops._library import ALIGNMENT_BYTES, blas_state
@@ -53,7 +53,7 @@ class Product:
         self._unknown = LINEAR_SOURCE.obstacle()
         self._learnt = Learnt(line)
         self._taken: dict[tuple[Any, ...], str | None] = {}
-        """By the input's shape: why the op does not take it, or ``None`` where it does."""
+        """By shapes and the library's flags: why the op does not take a call, or ``None`` where it does."""
 
     def why_not(self) -> str | None:
         """Why the next call would not be this site's, as far as the linears tell, or ``None``."""
@@ -82,11 +82,14 @@ class Product:
         if tensors is None:
             self.pass_on(self.why_not() or CHANGED)
             return None
-        reason = self._why_not_these(x, tensors)
+        state = blas_state()
+        # All that decides beside the input; flags may be set back, and a weight be replaced by another one.
+        about = (state, *[(tensor.dtype, tensor.shape) for tensor in tensors])
+        reason = self._why_not_these(x, tensors, about)
         if reason is not None:
             self.pass_on(reason)
             return None
-        result: Tensor = self._learnt(x, None, x, *tensors, blas_state())
+        result: Tensor = self._learnt(x, None, x, *tensors, state, about=about)
         return result
 
     def pass_on(self, reason: str) -> None:
@@ -107,7 +110,7 @@ class Product:
                 found.append(matrix.bias)
         return found
 
-    def _why_not_these(self, x: Any, tensors: list[Tensor]) -> str | None:
+    def _why_not_these(self, x: Any, tensors: list[Tensor], about: tuple[Any, ...]) -> str | None:
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
             return SUBCLASS
         if torch._C._is_any_autocast_enabled():
@@ -123,11 +126,11 @@ class Product:
                 addresses |= tensor.data_ptr()
         if addresses % ALIGNMENT_BYTES:
             return UNALIGNED
-        return self._learnt.why_not(x, None) or self._unfit(x, tensors)
+        return self._learnt.why_not(x, None, about) or self._unfit(x, tensors, about)
 
-    def _unfit(self, x: Tensor, tensors: list[Tensor]) -> str | None:
+    def _unfit(self, x: Tensor, tensors: list[Tensor], about: tuple[Any, ...]) -> str | None:
         """Why no kernel takes a call with ``x``: what the op says, asked once a shape."""
-        shapes = x.dtype, x.device, x.shape, x.stride()
+        shapes = x.dtype, x.device, x.shape, x.stride(), about
         try:
             return self._taken[shapes]
         except KeyError:
@@ -139,8 +142,8 @@ class Product:
         if x.is_cuda and (capture.capturing_here(x.device) or capture.capturing_anywhere()):
             return None  # an op is asked nothing during a capture; the gate knows what to do
         try:
-            reason: str | None = site.op.unsupported(x, *tensors, blas_state())
+            reason: str | None = site.op.unsupported(x, *tensors, about[0])
         except Exception:
             return None  # the gate will meet the same, and no caller does
-        self._taken[shapes] = reason
+        remember(self._taken, shapes, reason)
         return reason

@@ -256,7 +256,7 @@ class QuantizedFeedForward:
         if layers is None:
             return False, None
         proj, last = layers[0].proj, layers[1]
-        if not calls_only_forward(proj.__dict__) or not calls_only_forward(last.__dict__):
+        if not _runs_forwards_alone(proj) or not _runs_forwards_alone(last):
             return False, None
         return True, self._first.of([proj]) if self._ends_in_fp8() and _are_quantised(layers) else None
 
@@ -300,6 +300,19 @@ class QuantizedFeedForward:
             return deferrals.defer(last, x, name)
         result = last(x)
         return result
+
+
+def _runs_forwards_alone(part: nn.Module) -> bool:
+    """Whether nothing is hooked onto ``part`` or onto a module in it, such as the linear that a LoRA wraps."""
+    modules = [part]
+    while modules:
+        module = modules.pop()
+        if not calls_only_forward(module.__dict__):
+            return False
+        children = module.__dict__["_modules"]
+        if children:
+            modules += [child for child in children.values() if child is not None]
+    return True
 
 
 def _are_quantised(layers: tuple[Any, Any]) -> bool:

@@ -17,7 +17,7 @@ from samebits.errors import ContractViolation
 from samebits.gate import COMPARED
 from samebits.models._family import Line
 from samebits.models._final import Learnt
-from samebits.ops import Op
+from samebits.ops import Op, by_name
 from samebits.verdict import Counters
 
 BF16 = torch.bfloat16
@@ -236,6 +236,39 @@ def test_hooks_see_diffusers_order_of_calls() -> None:
     assert len(expected_order) == len(PARTS)
 
 
+class Wrapper(nn.Module):
+    """A linear inside another module, as a LoRA has it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("place", ["0.proj", "2"])
+def test_a_hook_inside_a_wrapped_linear_is_a_hook(place: str) -> None:
+    """What it writes is read by what diffusers runs after it, and by nothing before."""
+
+    def wrapped() -> Any:
+        model = build()
+        block = model.transformer_blocks[1]
+        holder, _, name = f"img_mlp.net.{place}".rpartition(".")
+        linear = block.get_submodule(f"{holder}.{name}")
+        setattr(block.get_submodule(holder), name, Wrapper(linear))
+        linear.register_forward_hook(lambda *_: setattr(block.txt_norm2, "eps", block.txt_norm2.eps * 2 + 0.1))
+        return model
+
+    inputs, theirs, ours = qwen_inputs(BF16), wrapped(), wrapped()
+    expected = [run(theirs, inputs) for _ in range(3)]
+    assert not same_bits(expected[0], expected[1])
+    with apply(ours, gate=KernelGate()) as handle:
+        for answer in expected:
+            check_same_bits(run(ours, inputs), answer)
+        assert calls(handle, BOTH)["norm2"] == [3, 0, 3]
+
+
 @pytest.mark.parametrize("stream", ["img", "txt"])
 def test_norms_of_two_eps_are_two_calls(stream: str) -> None:
     """Behind the attention, or of the next block: two calls, both fused; everything else of the block stays one."""
@@ -390,6 +423,9 @@ def test_a_verdict_that_may_change_is_not_learnt() -> None:
             self.counters.count_eager(self.word)
             return "result"
 
+        def final(self, args: tuple[Any, ...]) -> str | None:
+            return self.word if self.word.startswith("refused") else None
+
     site = Site()
     line = Line("a", "an op", site)
     learnt, x = Learnt(line), torch.zeros(1, 2, 3)
@@ -399,6 +435,26 @@ def test_a_verdict_that_may_change_is_not_learnt() -> None:
         assert learnt.why_not(x, x) == (word if final else None)
     assert learnt.why_not(x, x[:, :1]) is None
     assert learnt.why_not(x.half(), x) is None
+
+
+def test_a_verdict_of_another_thread_s_call_is_not_learnt_for_this_one() -> None:
+    """Two threads share a site: while one compares, the other's signature is refused."""
+    site = KernelGate().site("shared", by_name("layer_norm_modulate"))
+
+    class Interrupted:
+        """The site, during whose calls another thread has one refused."""
+
+        counters, final = site.counters, site.final
+
+        def __call__(self, *args: Any) -> Any:
+            result = site(*args)
+            site.counters.count_eager("refused: the other thread's")
+            return result
+
+    learnt, x = Learnt(Line("a", "an op", Interrupted())), torch.randn(1, 3, 8)
+    with torch.no_grad():
+        learnt(x, None, x, torch.randn(1, 8), torch.randn(1, 8), 1e-6)
+    assert learnt.why_not(x, None) is None
 
 
 def test_a_strict_site_raises() -> None:

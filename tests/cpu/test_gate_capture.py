@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from samebits.bits import compare
 from samebits.errors import CudaContextError
 from samebits.gate import CAPTURING, State
+from samebits.ops._library import blas_state
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +197,29 @@ def test_a_pending_signature_waits_for_the_determinism_flag_it_was_met_with() ->
     finally:
         torch.use_deterministic_algorithms(False)
     assert gate.verdicts()[0].signature.endswith("eps=0.125, deterministic algorithms")
+
+
+def test_a_pending_signature_waits_for_the_library_s_flags_that_it_was_met_with() -> None:
+    """A library chooses its kernel by them, and a kernel of ours has the bits of one of those."""
+    probe, kernel = FakeProbe(), FakeKernel()
+    op = dataclasses.replace(kernel.op(), reference=lambda x, scale, eps, state: chain(x, scale, eps))
+    kernel.fill = lambda args, outputs: outputs[0].copy_(chain(*args[:3]))
+    gate = make_gate(probe=probe)
+    site, other = gate.site("s", op), gate.site("other", FakeKernel().op())
+    matmul = torch.backends.cuda.matmul
+    was = matmul.allow_bf16_reduced_precision_reduction
+    try:
+        probe.capturing_here = True
+        site(*inputs(), blas_state())
+        probe.capturing_here = False
+        matmul.allow_bf16_reduced_precision_reduction = not was
+        other(*inputs())
+        assert (len(gate.pending), kernel.launches) == (1, 0)
+        matmul.allow_bf16_reduced_precision_reduction = was
+        other(*inputs())
+        assert (len(gate.pending), kernel.launches) == (0, 1)
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = was
 
 
 def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

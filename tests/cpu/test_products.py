@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +33,8 @@ from torch.nn import functional as F
 
 from samebits.apply import apply
 from samebits.gate import Gate
-from samebits.models import _products
-from samebits.models._family import Line
+from samebits.models import _final, _products
+from samebits.models._family import OTHER_REASONS, REASONS_LIMIT, Line
 from samebits.models._packed import AUTOCAST
 from samebits.models._products import Product
 from samebits.models.z_image import QUANTISED_AFTER
@@ -129,6 +131,18 @@ def subclassed(made: Made) -> None:
     made.holder[made.names[0]].weight = MyParameter(torch.zeros(48, 32, dtype=BF16))
 
 
+def sparse_rows(made: Made) -> None:
+    linear = made.holder[made.names[0]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them beta
+        linear.weight = nn.Parameter(linear.weight.to_sparse_csr(), requires_grad=False)
+
+
+def sparse_coordinates(made: Made) -> None:
+    linear = made.holder[made.names[-1]]
+    linear.weight = nn.Parameter(linear.weight.to_sparse(), requires_grad=False)
+
+
 def trained(made: Made) -> None:
     made.holder.requires_grad_(True)
 
@@ -142,6 +156,8 @@ CHANGES: dict[str, tuple[Callable[[Made], None], str]] = {
     "a bias, or none": (other_bias, "a Linear with"),
     "a transposed weight": (transposed, "is not contiguous"),
     "a subclass of Parameter": (subclassed, "no plain parameter"),
+    "a sparse weight by rows": (sparse_rows, "is sparse"),
+    "a sparse weight by coordinates": (sparse_coordinates, "is sparse"),
     "gradients": (trained, "gradients are enabled"),
 }
 
@@ -234,18 +250,17 @@ class Asked(KernelGate):
     """Counts how often a product is asked what it takes; it takes 5 rows and more."""
 
     asked = 0
+    say = ""
 
     def site(self, name: str, op: Any, **options: Any) -> Any:
         """As every site, but for the question."""
-        import dataclasses
-
         site = super().site(name, op, **options)
         if op.name not in PRODUCTS:
             return site
 
         def unsupported(x: torch.Tensor, *_: Any) -> str | None:
             self.asked += 1
-            return None if x.shape[1] >= 5 else f"few rows: {x.shape[1]}"
+            return None if x.shape[1] >= 5 else self.say or f"few rows: {x.shape[1]}"
 
         site.op = dataclasses.replace(site.op, unsupported=unsupported)
         site._table.op = site.op
@@ -282,8 +297,6 @@ def test_no_kernel_on_this_device_and_a_gate_that_is_closed_for_a_while(op: str)
 def test_an_op_that_fails_when_asked_fails_at_the_gate_and_nowhere_else(op: str) -> None:
     class Broken(KernelGate):
         def site(self, name: str, op: Any, **options: Any) -> Any:
-            import dataclasses
-
             def unsupported(*_: Any) -> str | None:
                 raise RuntimeError("a fault of ours")
 
@@ -347,6 +360,67 @@ def test_a_flag_of_the_library_makes_another_signature(op: str) -> None:
         matmul.allow_bf16_reduced_precision_reduction = was
     made.product(made.x)
     assert (counters.fused, counters.eager) == (2, 2)
+
+
+class OfFlags(KernelGate):
+    """A gate whose products take no call under a flag, and no weight of fp32."""
+
+    def site(self, name: str, op: Any, **options: Any) -> Any:
+        site = super().site(name, op, **options)
+
+        def unsupported(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> str | None:
+            if others[-1].endswith("tunable"):
+                return "TunableOp is enabled"
+            return None if weight.dtype is BF16 else "the weight must be bfloat16"
+
+        if op.name in PRODUCTS:
+            site.op = site._table.op = dataclasses.replace(site.op, unsupported=unsupported)
+        return site
+
+
+@ops
+@pytest.mark.parametrize("first", ["before the first call", "after a verdict"])
+def test_a_flag_that_is_set_back_opens_the_product_again(op: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why it had no calls is not said any longer than it is true."""
+    made = Made(op, OfFlags())
+    if first == "after a verdict":
+        made.product(made.x)
+    with monkeypatch.context() as under_a_flag:
+        under_a_flag.setattr(_products, "blas_state", lambda: "tunable")
+        for _ in range(3):
+            assert made.product(made.x) is None
+    for _ in range(2):
+        check_same_bits([made.product(made.x)], [made.eager()])
+    assert made.passed_on == {"TunableOp is enabled": 3}
+    assert made.line.site.counters.fused == (1 if first == "before the first call" else 2)
+
+
+@ops
+def test_a_weight_that_is_replaced_is_asked_about_anew(op: str) -> None:
+    made = Made(op, OfFlags())
+    made.holder.float()
+    assert made.product(made.x) is None  # eager says that the dtypes differ, and its words are the caller's
+    made.holder.to(BF16)
+    for _ in range(2):
+        check_same_bits([made.product(made.x)], [made.eager()])
+    assert made.line.site.counters.fused == 1
+
+
+@ops
+def test_what_is_remembered_of_shapes_is_bounded(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of a thousand lengths, each with a sentence of its own about why it is not taken."""
+    monkeypatch.setattr(_final, "LIMIT", 8)
+    made = Made(op, Asked())
+    most = REASONS_LIMIT + 10
+    for batch in range(1, most + 1):
+        x = torch.zeros(batch, 4, 32, dtype=BF16)
+        made.gate.say = f"few rows: {batch * 4}"
+        assert made.product(x) is None
+        assert len(made.product._taken) <= 8
+    assert len(made.passed_on) == REASONS_LIMIT + 1
+    assert sum(made.passed_on.values()) == most
+    assert made.passed_on[OTHER_REASONS] == 10
+    assert made.passed_on["few rows: 4"] == 1
 
 
 @ops
