@@ -7,6 +7,7 @@ CUDA's tensor memory accelerator reads such a map from a kernel's parameters; th
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -64,15 +65,16 @@ def tensor_map(matrix: torch.Tensor, box_rows: int) -> TensorMap:
         from samebits.host.tensor_map import encode_on_cpu
 
         return TensorMap(encode_on_cpu(address, rows, columns, row_bytes, box_rows))
-    return TensorMap(_encode(address, rows, columns, row_bytes, box_rows))
+    return TensorMap(_encode(address, rows, columns, row_bytes, box_rows, matrix.device.index or 0))
 
 
-def _encode(address: int, rows: int, columns: int, row_bytes: int, box_rows: int) -> bytes:
+def _encode(address: int, rows: int, columns: int, row_bytes: int, box_rows: int, device_index: int = 0) -> bytes:
     from samebits.jit.driver import runtime
 
     driver = runtime().driver
     size, step = driver.cuuint64_t, driver.cuuint32_t
-    try:
+
+    def encode() -> tuple[Any, Any]:
         status, encoded = driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             2,
@@ -86,6 +88,14 @@ def _encode(address: int, rows: int, columns: int, row_bytes: int, box_rows: int
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
+        return status, encoded
+
+    try:
+        status, encoded = encode()
+        if status.name == "CUDA_ERROR_INVALID_CONTEXT":  # a thread that made no CUDA call yet, as at a launch
+            with torch.cuda.device(device_index):
+                runtime().core.Device(device_index).set_current()
+                status, encoded = encode()
     except AttributeError as error:
         raise CompileError(f"cuda-bindings cannot make tensor maps: {error}. Install version 12.8 or newer.") from error
     if status.value:

@@ -102,6 +102,8 @@ class FakeCuda:
 
     def encode_map(self, *described: Any) -> tuple[Any, ...]:
         """``cuTensorMapEncodeTiled``: the address and the sizes, so that a test can tell maps apart."""
+        if not self.has_context:
+            return self.status("CUDA_ERROR_INVALID_CONTEXT"), None
         _, _, address, sizes, strides, box, *_ = described
         self.memory = (ctypes.c_uint64 * 16)(address, *sizes, *strides, *box)
         return self.status(), SimpleNamespace(getPtr=lambda: ctypes.addressof(self.memory))

@@ -197,6 +197,9 @@ def test_a_map_says_where_a_matrix_lies(cuda: Any, monkeypatch: pytest.MonkeyPat
     content = maps._encode(matrix.data_ptr(), *matrix.shape, 384, 32)
     words = struct.unpack("<16Q", content)
     assert words[:6] == (matrix.data_ptr(), 128, 40, 384, 64, 32)
+    cuda.has_context = False  # a thread whose first work for CUDA this is
+    assert maps._encode(matrix.data_ptr(), *matrix.shape, 384, 32) == content
+    assert cuda.has_context
     for wrong in (matrix.float(), matrix.t(), matrix[0]):
         with pytest.raises(ValueError, match="expected rows of bfloat16"):
             jit.tensor_map(wrong, 32)

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from samebits.apply import apply
 from samebits.gate import Gate
 from samebits.models import _final, _products
-from samebits.models._family import OTHER_REASONS, REASONS_LIMIT, Line
+from samebits.models._family import OTHER_REASONS, REASONS_LIMIT, Line, Reasons
 from samebits.models._packed import AUTOCAST
 from samebits.models._products import Product
 from samebits.models.z_image import QUANTISED_AFTER
@@ -509,6 +509,24 @@ def test_few_rows_of_the_text_are_fused_as_they_were() -> None:
         assert eager_calls(handle) == before[0]
         assert fused_calls(handle) > before[1]
         assert "few rows: 4: 6 calls" in str(last)
+
+
+def test_a_report_is_made_while_other_threads_count() -> None:
+    class Growing(Reasons):
+        """As if another thread counted a new reason while this one looks through them."""
+
+        def items(self) -> Any:
+            for item in super().items():
+                self[f"reason {len(self)}"] += 1
+                yield item
+
+    with apply(qwen(), gate=KernelGate()) as handle:
+        for line in handle.sites:
+            for name in ("declined", "passed_on"):
+                counted = Growing()
+                counted["few rows"] += 2
+                setattr(line, name, counted)
+        assert {row.reasons["few rows"] for row in handle.report().rows if row.reasons} == {4}
 
 
 @both
