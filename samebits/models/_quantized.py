@@ -72,8 +72,8 @@ class SharedScale:
             return None
         if len(scales) == 1 or all(scale is first for scale in scales):
             return first
-        if any(scale is None or scale.is_inference() for scale in scales):
-            return None
+        if first.is_meta or any(scale is None or scale.is_inference() for scale in scales):
+            return None  # on meta, where offloading leaves them, there is no number
         seen, same = self._known
         if len(seen) != len(scales) or not all(was.is_still(scale) for was, scale in zip(seen, scales, strict=True)):
             if first.device.type == "cuda" and (capture.capturing_here(first.device) or capture.capturing_anywhere()):

@@ -405,6 +405,15 @@ def test_scales_whose_comparison_was_cut_short_are_not_taken_for_equal(monkeypat
     assert shared.of(linears) is None
 
 
+def test_scales_that_lie_nowhere_are_no_number() -> None:
+    linears: Any = [Fp8Linear(16, 16, static=True).to("meta") for _ in range(2)]
+    assert _quantized.SharedScale().of(linears) is None
+    with apply(fp8_qwen(), gate=KernelGate()) as handle:
+        for model in handle.models:
+            model.to("meta")
+        assert any("are not known to be one number" in note for note in told(handle))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
