@@ -208,13 +208,16 @@ def _alone(linear: Any) -> Matrix | None:
         return None
     parameters = attributes["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if type(weight) is not Parameter or not weight.is_contiguous():
-        return None
-    if bias is not None and (type(bias) is not Parameter or not bias.is_contiguous()):
+    if not _is_rows(weight) or not (bias is None or _is_rows(bias)):
         return None
     if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
         return None  # the gradient would not reach the parameter
     return Matrix(weight, bias)
+
+
+def _is_rows(parameter: Any) -> bool:
+    """Whether this is a plain parameter, contiguous; a sparse one refuses to be asked that."""
+    return type(parameter) is Parameter and parameter.layout is torch.strided and parameter.is_contiguous()
 
 
 def _lie_side_by_side(parameters: list[Any]) -> bool:
@@ -223,8 +226,7 @@ def _lie_side_by_side(parameters: list[Any]) -> bool:
     Equal addresses *and* storage offsets that fit: memory that was allocated next to other memory has offset zero.
     """
     first = parameters[0]
-    # Sparse ones refuse to be asked whether they are contiguous.
-    if type(first) is not Parameter or first.layout is not torch.strided or not first.is_contiguous():
+    if not _is_rows(first):
         return False
     shape, dtype, numel = first.shape, first.dtype, first.numel()
     offset, address, size = first.storage_offset(), first.data_ptr(), numel * first.element_size()
@@ -232,13 +234,11 @@ def _lie_side_by_side(parameters: list[Any]) -> bool:
         offset += numel
         address += size
         if (
-            type(parameter) is not Parameter
-            or parameter.layout is not torch.strided
+            not _is_rows(parameter)
             or parameter.data_ptr() != address
             or parameter.storage_offset() != offset
             or parameter.shape != shape
             or parameter.dtype != dtype
-            or not parameter.is_contiguous()
         ):
             return False
     return True
