@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from samebits.gate import Gate
 from samebits.ops import OPS
+from samebits.ops._library import attention_state, blas_state
 from samebits.ops._op import Args, Launcher, Op, Outputs
 
 BUDGET_US = 5.0
@@ -41,8 +42,10 @@ def calls() -> list[tuple[str, Op, Args]]:
     text, *of_text = torch.randn(batch, 4, width), *torch.randn(batch, 3 * width).chunk(3, dim=1)
     index = torch.zeros(batch, tokens, dtype=torch.int64)
     rows = torch.randn(2 * batch, 3 * width).chunk(3, dim=1)
-    q, k, _v = torch.randn(batch, tokens, 3, heads, width // heads).unbind(2)
+    q, k, v = torch.randn(batch, tokens, 3, heads, width // heads).unbind(2)
     weights = (Parameter(torch.ones(width // heads)), Parameter(torch.ones(width // heads)))
+    linears = (Parameter(torch.randn(width, width)), Parameter(torch.randn(width, width)))
+    projections = [(Parameter(torch.randn(width, width)), Parameter(torch.randn(width))) for _ in range(2)]
     by_hand: dict[str, list[tuple[str, Args]]] = {
         "layer_norm_modulate": [
             ("layer_norm_modulate", (x, scale, shift, 1e-6)),
@@ -74,6 +77,11 @@ def calls() -> list[tuple[str, Op, Args]]:
             ),
         ],
         "qk_norm": [("qk_norm", (q, k, *weights, 1e-6, "diffusers"))],
+        # Their own cases are large: with few rows nobody needs them.
+        "linear_gelu_tanh": [("linear_gelu_tanh", (x, linears[0], Parameter(torch.randn(width)), blas_state()))],
+        "linear_swiglu": [("linear_swiglu", (x, *linears, blas_state()))],
+        "joint_projection": [("joint_projection", (x, *projections[0], text, *projections[1], 1, blas_state()))],
+        "attention": [("attention", (q, k, v, None, attention_state()))],
     }
     return [(name, stub(op), args) for op in OPS for name, args in by_hand.get(op.name) or [(op.name, _largest(op))]]
 

@@ -21,6 +21,9 @@ MISSING = jit.unavailable(torch.device("cpu"), host=True)
 QUICK = ["--steps", "2", "--size", "64x64", "--prove", "--json", "-o", "fox.png"]
 
 
+PRODUCTS = ("linear_gelu_tanh", "linear_swiglu")
+
+
 @pytest.mark.host
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("model", tiny.NAMES)
@@ -36,6 +39,13 @@ def test_the_picture_is_eagers_whatever_the_gate_decides(
     # Every site was called or says where its lines run, every call went through a kernel, and what eager answered has
     # its reason. A CPU joins no products: which of them the library computes alike is its own affair.
     for site in found["sites"]:
+        if site["op"] in PRODUCTS:
+            # A CPU's library sums up in an order of its own; calls that are not taken are the activation's.
+            assert sum(site["reasons"].values()) >= site["eager"], site
+            known = (COMPARED, "refused", "x must be bfloat16", "width and columns must be multiples")
+            assert site["reasons"], site
+            assert all(reason.startswith(known) for reason in site["reasons"]), site
+            continue
         if site["fused"] + site["eager"] == 0:
             assert all("its lines run" in reason for reason in site["reasons"]), site
             continue
