@@ -81,7 +81,7 @@ def calls() -> list[tuple[str, Op, Args]]:
         "linear_gelu_tanh": [("linear_gelu_tanh", (x, linears[0], Parameter(torch.randn(width)), blas_state()))],
         "linear_swiglu": [("linear_swiglu", (x, *linears, blas_state()))],
         "joint_projection": [("joint_projection", (x, *projections[0], text, *projections[1], 1, blas_state()))],
-        "attention": [("attention", (q, k, v, None, attention_state()))],
+        "attention": [("attention", (q, k, v, torch.ones(batch, 1, 1, tokens, dtype=torch.bool), attention_state()))],
     }
     return [(name, stub(op), args) for op in OPS for name, args in by_hand.get(op.name) or [(op.name, _largest(op))]]
 
