@@ -12,7 +12,6 @@ from samebits.bench.trace import Launch
 
 FUSIBLE = ("copies", "other")
 """The classes of what could be fused."""
-_NOBODYS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Chain:
     ms: float
 
 
-def kinds_of(found: Sequence[Launch], own: Mapping[str, str] = _NOBODYS) -> list[str]:
+def kinds_of(found: Sequence[Launch], own: Mapping[str, str] = launches.NOBODYS) -> list[str]:
     """The class of every launch, in order; a memset right before a GEMM is the GEMM library's."""
     kinds = [_kind(launch, own) for launch in found]
     for index in range(len(kinds) - 2, -1, -1):
@@ -62,7 +61,7 @@ def _kind(launch: Launch, own: Mapping[str, str]) -> str:
     return known or ("copies" if launch.name in {"aten::copy_", "aten::cat", "aten::clone"} else "other")
 
 
-def chains(found: Sequence[Launch], own: Mapping[str, str] = _NOBODYS) -> list[Chain]:
+def chains(found: Sequence[Launch], own: Mapping[str, str] = launches.NOBODYS) -> list[Chain]:
     """The chains of eager launches, equal ones of different blocks together, the longest time first."""
     together: dict[tuple[str, str, str, tuple[str, ...]], tuple[int, int, float]] = {}
     for block, run in _by_block(zip(found, kinds_of(found, own), strict=True)):

@@ -24,12 +24,11 @@ _ATTENTION = ("flash", "fmha", "sdpa", "cudnn_generated")
 _KERNEL = re.compile(
     r'extern\s+"C"\s+__global__\s+void\s+(?:__(?:cluster_dims|launch_bounds)__\s*\([^\n]*?\)\s+)*(\w+)\s*\('
 )
+NOBODYS: Mapping[str, str] = {}
+"""No kernels of the library's own."""
 
 
-_NOBODYS: Mapping[str, str] = {}
-
-
-def class_of(kernel: str, own: Mapping[str, str] = _NOBODYS) -> str:
+def class_of(kernel: str, own: Mapping[str, str] = NOBODYS) -> str:
     """The class of a kernel, told from its name.
 
     Parameters
@@ -73,7 +72,7 @@ class Launches:
         return sum(self.counts.values())
 
 
-def account(events: Iterable[tuple[str, float]], own: Mapping[str, str] = _NOBODYS, runs: int = 1) -> Launches:
+def account(events: Iterable[tuple[str, float]], own: Mapping[str, str] = NOBODYS, runs: int = 1) -> Launches:
     """Sort ``(kernel name, microseconds)`` pairs of ``runs`` equal runs into classes; counts and times are of one."""
     counts, ms = dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, 0.0)
     kernels: dict[str, tuple[int, float]] = {}
@@ -112,7 +111,7 @@ def owned(events: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
     return renamed
 
 
-def record(body: Callable[[], object], own: Mapping[str, str] = _NOBODYS) -> Launches:
+def record(body: Callable[[], object], own: Mapping[str, str] = NOBODYS) -> Launches:
     """Run ``body`` once under the profiler and account for everything that the GPU did.
 
     ``body`` should have run before: a first run compiles, allocates and verifies.
